@@ -4,7 +4,7 @@
 
 The table shows milliseconds for the attention of all layers, for batches of equal lengths. It compares
 torch's explicit softmax (in the model's dtype and in float32), torch's SDPA, each level of the kernel that
-was built, maps @ V from given maps, the best kernel's causal attention, and its products with causal maps,
+was built, maps @ V from reused maps, the best kernel's causal attention, and its products with causal maps,
 square and packed. Times are medians of 21 rounds, in which the methods alternate.
 """
 

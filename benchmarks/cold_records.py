@@ -101,7 +101,9 @@ def main(
                 if number:  # the first round checks the records and reads the speed of the disk
                     taken[name].append(ahead + seconds)
                     hits[name].append(float(done.plan.hits.mean()))
-    size = statistics.mean(own.layout.record_bytes(own.length) for own in search.store.segments.values())
+    size = statistics.mean(
+        segment.layout.record_bytes(segment.length) for segment in search.store.segments.values()
+    )
     show_machine(
         {
             **machine(engine.threads),
@@ -116,11 +118,11 @@ def main(
         [
             [
                 name,
-                f"{1e3 * statistics.median(own):.2f}",
-                *(f"{np.percentile(np.divide(own, taken['exact']), q):.3f}" for q in (50, 95)),
+                f"{1e3 * statistics.median(seconds):.2f}",
+                *(f"{np.percentile(np.divide(seconds, taken['exact']), q):.3f}" for q in (50, 95)),
                 f"{statistics.mean(hits[name]):.2f}",
             ]
-            for name, own in taken.items()
+            for name, seconds in taken.items()
         ],
     )
 

@@ -71,9 +71,9 @@ def main(
     full = PrefillEngine.load(checkpoint, threads=threads)
     task = SimilarityTask({Path(path).stem: _rated(full, path) for path in data})
     evaluated = set(map(tuple, task.sequences))
-    given = list(dict.fromkeys(text for source in corpus for text in read_texts(source)))
-    tokenized = full.tokenize(given)
-    texts = [text for text, ids in zip(given, tokenized, strict=True) if tuple(ids) not in evaluated]
+    read = list(dict.fromkeys(text for source in corpus for text in read_texts(source)))
+    tokenized = full.tokenize(read)
+    texts = [text for text, ids in zip(read, tokenized, strict=True) if tuple(ids) not in evaluated]
     sample = full.tokenize(texts[:: -(-len(texts) // _SAMPLE)])
     variants = _variants(checkpoint, full, sample, Quantization(quantize), layers)
     methods: dict[str, Method] = {}

@@ -54,9 +54,9 @@ def implementations(
     found: dict[str, Implementation] = {}
     torch.manual_seed(0)
     for implementation in ("eager", "grouped_mm"):
-        own = deepcopy(config)
-        own._experts_implementation = implementation
-        block = kind(own).to(dtype)
+        changed = deepcopy(config)
+        changed._experts_implementation = implementation
+        block = kind(changed).to(dtype)
         for weight in block.parameters():
             torch.nn.init.normal_(weight, std=0.02)
         found[f"transformers, {implementation}"] = partial(_alone, block)

@@ -56,17 +56,17 @@ def main(
     ]
     known = read_texts(corpus) if corpus else [sentence.text for sentence in default_corpus()]
     texts = [text for text in unfamiliar_texts(known, generated, seed) if not text.fitted]
-    given = [
+    added = [
         (Path(source.partition(":")[0]).stem, text)
         for source in data
         for text in _spread(list(dict.fromkeys(read_texts(source))), most)
     ]
-    sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in given)])
+    sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in added)])
     full = np.concatenate(
         [engines[0].run(engines[0].requests(part, reuse=False)).outputs for part in _batches(sequences)]
     )
     measured = [_measured(engine, sequences, full) for engine in engines]
-    kinds = np.array([*(text.kind for text in texts), *(name for name, _ in given)])
+    kinds = np.array([*(text.kind for text in texts), *(name for name, _ in added)])
     unfamiliar = np.arange(len(kinds)) < len(texts)
     rows = [_row(kind, kinds == kind, measured) for kind in dict.fromkeys(kinds.tolist())]
     if texts:

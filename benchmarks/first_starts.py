@@ -43,10 +43,10 @@ def running(*command: str, log: Path | None = None) -> Iterator[subprocess.Popen
 
 def start(folder: Path, database: Path | None, patience: float) -> tuple[float, str]:
     """Start one server. Returns the seconds until its first answer, and its decision."""
-    log, given = folder / "log", []
+    log, options = folder / "log", []
     if database is not None:
         copied = shutil.copytree(database, folder / "a.db", ignore=shutil.ignore_patterns("gain.json"))
-        given = ["--database", str(copied)]
+        options = ["--database", str(copied)]
     serve = (
         "-c",
         "from service.cli import main; main()",
@@ -55,7 +55,7 @@ def start(folder: Path, database: Path | None, patience: float) -> tuple[float, 
         "0",
     )
     started = time.perf_counter()
-    with running(sys.executable, *serve, "--cache-dir", str(folder), *given, log=log):
+    with running(sys.executable, *serve, "--cache-dir", str(folder), *options, log=log):
         while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
             time.sleep(0.02)
         with httpx.Client(base_url=found[1]) as client:

@@ -50,7 +50,7 @@ def main() -> None:
             started = time.perf_counter()
             engine.run(requests)
             visits[length].append(time.perf_counter() - started)
-    ratios = sorted(own[0] / min(own[1:]) for own in visits.values())
+    ratios = sorted(seconds[0] / min(seconds[1:]) for seconds in visits.values())
     print(
         f"first visit of a length to its later visits: median {statistics.median(ratios):.2f}, "
         f"95th percentile {ratios[len(ratios) * 95 // 100]:.2f}"

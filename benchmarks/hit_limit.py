@@ -23,8 +23,8 @@ from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, find_
 from attncache_core.corpus.reading import read_texts
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import load_model
-from attncache_core.native.stack import GivenRecords
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.native.stack import ReusedRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask, mildest_mask
 from attncache_core.text.token_batch import TokenBatch, pack
 from service.commands.report import machine, show_machine, show_table
@@ -60,7 +60,7 @@ def main(
     show_table(
         f"texts in a batch: {batch_size}",
         ["reused heads", "ms", "speed-up"],
-        [[name, f"{1e3 * own:.2f}", f"{seconds['none'] / own:.3f}"] for name, own in seconds.items()],
+        [[name, f"{1e3 * taken:.2f}", f"{seconds['none'] / taken:.3f}"] for name, taken in seconds.items()],
     )
 
 
@@ -90,10 +90,10 @@ class _SameMaps(HitRecords):
         super().__init__([])
         self._maps, self._before, self.count = maps, heads_before, count
 
-    def records(self) -> GivenRecords:
-        """See GivenMaps.records."""
+    def records(self) -> ReusedRecords:
+        """See ReusedMaps.records."""
         addresses = np.full(self.count, self._maps.data_ptr(), dtype=np.uint64)
-        return GivenRecords(addresses, self._maps.dtype, heads_before=self._before)
+        return ReusedRecords(addresses, self._maps.dtype, heads_before=self._before)
 
 
 @torch.inference_mode()
@@ -108,4 +108,6 @@ def _fastest(
                 started = time.perf_counter()
                 passes[name](batch)
                 taken[name][number].append(time.perf_counter() - started)
-    return {name: float(np.mean([min(own[1:]) for own in seconds])) for name, seconds in taken.items()}
+    return {
+        name: float(np.mean([min(of_text[1:]) for of_text in seconds])) for name, seconds in taken.items()
+    }

@@ -70,10 +70,10 @@ def unrotated(engine: PrefillEngine, salt: bytes, ids: Sequence[int], positions:
         new = np.arange(number * BLOCK_TOKENS, number * BLOCK_TOKENS + block.name.length)
         delta = torch.from_numpy(np.asarray(positions)[new] - new)
         for layer, slots in zip(model.layers, pool.slots(block.place), strict=True):
-            own = torch.from_numpy(slots[: block.name.length]).view(dtype)
-            key, _ = layer.projections.keys_and_values(own.to(model.dtype), delta)
-            heads = own.shape[1] // 2 // key.shape[2]
-            own[:, : own.shape[1] // 2] = key[:, :: key.shape[1] // heads].flatten(1).to(dtype)
+            written = torch.from_numpy(slots[: block.name.length]).view(dtype)
+            key, _ = layer.projections.keys_and_values(written.to(model.dtype), delta)
+            heads = written.shape[1] // 2 // key.shape[2]
+            written[:, : written.shape[1] // 2] = key[:, :: key.shape[1] // heads].flatten(1).to(dtype)
 
 
 def rounded(engine: PrefillEngine, ids: Sequence[int], salt: bytes) -> None:

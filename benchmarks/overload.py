@@ -188,11 +188,11 @@ def requests_of(texts: list[str], batch: int) -> Iterator[bytes]:
 def row(name: str, offered: float, seconds: float, clients: Clients) -> tuple[str, float]:
     """Return a row of the table, and the 99th percentile of answered requests in ms."""
     by_status: dict[int, list[float]] = {}
-    for own in clients.answered:
-        by_status.setdefault(own.status, []).append(own.seconds * 1000)
+    for answer in clients.answered:
+        by_status.setdefault(answer.status, []).append(answer.seconds * 1000)
     good, refused = by_status.get(200, []), by_status.get(429, [])
     everything = max(1, len(clients.answered) + clients.failed)
-    others = Counter(str(own.status) for own in clients.answered if own.status not in (200, 429))
+    others = Counter(str(answer.status) for answer in clients.answered if answer.status not in (200, 429))
     others["failed"] += clients.failed
     cells = [
         name,
@@ -209,7 +209,11 @@ def row(name: str, offered: float, seconds: float, clients: Clients) -> tuple[st
 
 def percentiles(milliseconds: list[float], digits: int = 0) -> list[str]:
     """Return the 50th and 99th percentile."""
-    return [f"{own:.{digits}f}" for own in np.percentile(milliseconds, [50, 99])] if milliseconds else ["-"]
+    return (
+        [f"{quantile:.{digits}f}" for quantile in np.percentile(milliseconds, [50, 99])]
+        if milliseconds
+        else ["-"]
+    )
 
 
 async def measure(options: argparse.Namespace, texts: list[str]) -> None:
@@ -227,7 +231,7 @@ async def measure(options: argparse.Namespace, texts: list[str]) -> None:
     closed.answered.clear()
     await closed_loop(closed, options.clients, options.seconds)
     closed.close()
-    capacity = sum(own.status == 200 for own in closed.answered) / options.seconds
+    capacity = sum(answer.status == 200 for answer in closed.answered) / options.seconds
     print(
         "| load | requests/s | answered/s | p50 / p99, ms | 429 | p50 / p99 of a 429, ms | other "
         "| sent late, ms |"
@@ -236,11 +240,11 @@ async def measure(options: argparse.Namespace, texts: list[str]) -> None:
     print(row(f"closed loop, {options.clients} clients", capacity, options.seconds, closed)[0], flush=True)
     high: dict[float, float] = {}
     for multiple in options.loads:
-        own = clients(retry=options.retry)
-        await open_loop(own, multiple * capacity, options.seconds)
-        line, high[multiple] = row(f"{multiple:g} x", multiple * capacity, options.seconds, own)
+        loaded = clients(retry=options.retry)
+        await open_loop(loaded, multiple * capacity, options.seconds)
+        line, high[multiple] = row(f"{multiple:g} x", multiple * capacity, options.seconds, loaded)
         print(line, flush=True)
-        own.close()
+        loaded.close()
         await asyncio.sleep(1)
     if 1.0 in high and 4.0 in high:
         print(f"p99 at 4 x capacity is {high[4.0] / high[1.0]:.2f} times the p99 at capacity")

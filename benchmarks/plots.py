@@ -122,8 +122,8 @@ class PaperPlots(Plots):
             for r in reports
         ]
         self._write("blend", columns, rows)
-        chosen = [own for own in reports if own.ratio is not None and not own.random]
-        random = [own for own in reports if own.random]
+        chosen = [report for report in reports if report.ratio is not None and not report.random]
+        random = [report for report in reports if report.random]
         figure, axes = self._axes(
             "share of the reused tokens that is computed again", "quality beside full recomputation"
         )
@@ -132,11 +132,11 @@ class PaperPlots(Plots):
             ("cosine_5th_percentile", "5th percentile of the cosine", "o--"),
             ("agreement", "share of equal decisions", "s-"),
         ):
-            values = [getattr(own, measure) for own in chosen]
+            values = [getattr(report, measure) for report in chosen]
             if not np.isnan(values).all():
-                (line,) = axes.plot([own.ratio for own in chosen], values, style, label=label)
-                at_random = [getattr(own, measure) for own in random]
-                axes.plot([own.ratio for own in random], at_random, "x", color=line.get_color())
+                (line,) = axes.plot([report.ratio for report in chosen], values, style, label=label)
+                at_random = [getattr(report, measure) for report in random]
+                axes.plot([report.ratio for report in random], at_random, "x", color=line.get_color())
         axes.plot([], [], "x", color="grey", label="random tokens instead")
         axes.legend()
         self._save(figure, "blend_quality")
@@ -148,11 +148,11 @@ class PaperPlots(Plots):
             "1 - mean cosine; what is below is drawn at 1e-4",
         )
         axes.set_yscale("log")
-        for own in reports:
-            is_chosen = own.ratio is not None and not own.random
-            point = (own.time_ratio, max(1e-4, 1 - own.cosine))
+        for report in reports:
+            is_chosen = report.ratio is not None and not report.random
+            point = (report.time_ratio, max(1e-4, 1 - report.cosine))
             axes.scatter(*point, marker="o" if is_chosen else "x", color="black")
-            label = f"{own.ratio:g}" if is_chosen else own.method
+            label = f"{report.ratio:g}" if is_chosen else report.method
             axes.annotate(label, point, xytext=(5, 3), textcoords="offset points", fontsize=7)
         axes.scatter([], [], marker="o", color="black", label="share that is computed again")
         axes.scatter([], [], marker="x", color="black", label="other methods")
@@ -168,12 +168,12 @@ class DriftPlots(Plots):
         """Plot hits, cosine of the hits, kept windows and saved time by day and arm, with verification."""
         columns = ("day", "database", "hit_rate", "mean_cosine", "kept_windows", "saved")
         rows = []
-        for own in days:
-            served = own.tightened
+        for day in days:
+            served = day.tightened
             kept = served.kept / served.windows if served.windows else float("nan")
             mean = float("nan") if served.mean is None else served.mean
-            saved = saved_share([own], lambda day: day.tightened, costs)
-            rows.append((own.day, own.arm, served.hits / served.texts, mean, kept, saved))
+            saved = saved_share([day], lambda day: day.tightened, costs)
+            rows.append((day.day, day.arm, served.hits / served.texts, mean, kept, saved))
         self._write("drift", columns, rows)
         figure = self._figure(figsize=(9.0, 6.0), layout="constrained")
         labels = (

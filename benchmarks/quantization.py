@@ -26,7 +26,7 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.engine.layers import run_layers
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import PackedModel, load_model
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.runtime.memory import keep_freed_memory, tensor_bytes
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.token_batch import pack
@@ -89,7 +89,10 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Name
     print(f"\n| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for number, (name, model) in enumerate(models.items()):
         cosine = cosines(embeddings(model, sequences), expected)
-        figures = [f"{own:.2f} ({own_full / own:.2f})" for own, own_full in times[:, [number, 0]]]
+        figures = [
+            f"{milliseconds:.2f} ({own_full / milliseconds:.2f})"
+            for milliseconds, own_full in times[:, [number, 0]]
+        ]
         figures += [f"{megabytes[number]:.0f}", f"{cosine.mean():.5f}", f"{np.percentile(cosine, 5):.5f}"]
         print(f"| {name} | {' | '.join(figures)} |", flush=True)
 

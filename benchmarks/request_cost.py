@@ -57,10 +57,10 @@ async def measure(options: argparse.Namespace) -> None:
         await closed_loop(clients, count, options.seconds)
         seconds, after = time.perf_counter() - began, thread_seconds(options.pid)
         clients.close()
-        answered = [own.seconds * 1000 for own in clients.answered if own.status == 200]
+        answered = [answer.seconds * 1000 for answer in clients.answered if answer.status == 200]
         if not answered:
             sys.exit(f"{options.url} answered no request with status 200")
-        spent = {thread: own - before.get(thread, 0.0) for thread, own in after.items()}
+        spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
         loop = spent.pop(options.pid)
         cells = [
             f"{count}",

@@ -27,13 +27,13 @@ def serve(
     threads: int,
     queue: deque[float],
     lock: threading.Lock,
-    most: int,
+    maximum: int,
     tokens: int,
     taken: list[tuple[float, float]],
 ) -> None:
     """Answer batches of waiting clients until the time is up.
 
-    queue: the time at which each waiting client began to wait. most: the largest batch.
+    queue: the time at which each waiting client began to wait. maximum: the largest batch.
     taken: receives (time of the answer, seconds waited) for each request.
     """
     engine = PrefillEngine.load(find_checkpoint("all-MiniLM-L6-v2"), threads=threads)
@@ -42,7 +42,7 @@ def serve(
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end:
         with lock:
-            batch = [queue.popleft() for _ in range(min(most, len(queue)))]
+            batch = [queue.popleft() for _ in range(min(maximum, len(queue)))]
         if not batch:
             time.sleep(0)
             continue

@@ -34,22 +34,28 @@ class Plots:
     def ways(self, report: TuneReport, name: str) -> None:
         """Plot quality against speed of the ways that a tuning measured, in the files with this name."""
         rows = [
-            (own.way.name, own.speed, own.speed_alone, own.quality.mean, own.quality.lower_bound)
-            for own in report.measured
+            (
+                measured.way.name,
+                measured.speed,
+                measured.speed_alone,
+                measured.quality.mean,
+                measured.quality.lower_bound,
+            )
+            for measured in report.measured
         ]
         self._write(name, ("way", "speed", "speed_alone", "quality", "lower_bound"), rows)
         figure, axes = self._axes(
             "speed in full batches, relative to the exact model", f"mean {report.budget.measure} of all texts"
         )
         axes.axhline(report.budget.least, color="grey", linewidth=1, linestyle="--", label="budget")
-        for own in report.measured:
-            marker = "*" if own is report.chosen else "o"
-            outside = not own.quality.keeps(report.budget)
+        for measured in report.measured:
+            marker = "*" if measured is report.chosen else "o"
+            outside = not measured.quality.keeps(report.budget)
             filling = {"facecolors": "none", "edgecolors": "black"} if outside else {}
-            axes.scatter(own.speed, own.quality.mean, marker=marker, **filling)
+            axes.scatter(measured.speed, measured.quality.mean, marker=marker, **filling)
             axes.annotate(
-                own.way.name,
-                (own.speed, own.quality.mean),
+                measured.way.name,
+                (measured.speed, measured.quality.mean),
                 xytext=(4, 4),
                 textcoords="offset points",
                 fontsize=7,

@@ -70,16 +70,17 @@ class Serving:
 class ByteBudget:
     """Counts the bytes of request bodies from their arrival until their response. Used on the event loop."""
 
-    def __init__(self, most: int) -> None:
-        """most: bytes of all requests together."""
-        self._most = most
+    def __init__(self, maximum: int) -> None:
+        """maximum: bytes of all requests together."""
+        self._maximum = maximum
         self.taken = 0
 
     def take(self, count: int) -> None:
         """Count bytes that arrive. Raises QueueFull if they would be too many."""
-        if self.taken + count > self._most:
+        if self.taken + count > self._maximum:
             raise QueueFull(
-                f"requests with {self.taken} bytes are being answered, and at most {self._most} are accepted",
+                f"requests with {self.taken} bytes are being answered, and at most {self._maximum} are "
+                "accepted",
                 retry_after_seconds=1,
             )
         self.taken += count

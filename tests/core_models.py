@@ -23,11 +23,11 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 
 from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Quantization
-from attncache_core.engine.layers import given_by, run_layers
+from attncache_core.engine.layers import reused_by, run_layers
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models.quantized import int8_products_are_exact
 from attncache_core.native import products
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 
@@ -245,5 +245,5 @@ def planned(strategy, batch, hidden, allowed):
 
 def layers_output(model, batch, hidden, plan=None):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
-    given = given_by(plan or no_reuse(len(batch.lengths)), model, batch)
-    return run_layers(model, batch, hidden, given)[0]
+    reused_maps = reused_by(plan or no_reuse(len(batch.lengths)), model, batch)
+    return run_layers(model, batch, hidden, reused_maps)[0]

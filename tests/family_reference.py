@@ -88,8 +88,8 @@ def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
 def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
     """Make the module return `back` of its first input; its other outputs do not change."""
 
-    def hook(_module, given, named, made):
-        x = back(given[0] if given else named["hidden_states"])
+    def hook(_module, positional, named, made):
+        x = back(positional[0] if positional else named["hidden_states"])
         return (x, *made[1:]) if isinstance(made, tuple) else x
 
     handle = module.register_forward_hook(hook, with_kwargs=True)
@@ -105,8 +105,8 @@ def _by_interface(model: Any, replaced: Maps) -> Iterator[None]:
     calls = iter(range(model.config.num_hidden_layers))
 
     def attention(module, query, key, value, mask, **settings):
-        own = sys.modules[type(module).__module__].eager_attention_forward
-        _, maps = own(module, query, key, value, mask, **settings)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        _, maps = eager(module, query, key, value, mask, **settings)
         replace_maps(maps, next(calls), replaced)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return (maps @ value).transpose(1, 2).contiguous(), maps

@@ -91,8 +91,8 @@ class Remembered:
         """The tokens that a batch computes: each distinct prefix of what is not given once."""
         rows = set()
         for ids, salt in zip(sequences, salts, strict=True):
-            given = 0 if salt is None else self.given(ids, salt)
-            rows |= {(salt, *ids[:end]) for end in range(given + 1, len(ids) + 1)}
+            cached = 0 if salt is None else self.given(ids, salt)
+            rows |= {(salt, *ids[:end]) for end in range(cached + 1, len(ids) + 1)}
         return len(rows)
 
 

@@ -91,9 +91,9 @@ class PlainDeepseek:
         ahead = torch.ones(len(x), len(x)).triu(1).bool()
         contexts = []
         for head in range(self.heads):
-            own = slice(head * width, (head + 1) * width)
+            columns = slice(head * width, (head + 1) * width)
             shared = slice(head // group * width, (head // group + 1) * width)
-            scores = self._turned(query[:, own]) @ self._turned(key[:, shared]).T / math.sqrt(width)
+            scores = self._turned(query[:, columns]) @ self._turned(key[:, shared]).T / math.sqrt(width)
             maps[layer, head] = torch.softmax(scores.masked_fill(ahead, -math.inf), dim=1)
             contexts.append(replaced.get((layer, head), maps[layer, head]) @ value[:, shared])
         return self._linear(f"{name}.o_proj", torch.cat(contexts, dim=1))

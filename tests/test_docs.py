@@ -181,8 +181,16 @@ def test_table_of_options_for_files_of_texts_lists_their_own_options():
             # click has a value of its own for "no default".
             options[option.opts[0]] = str(option.default) if isinstance(option.default, str | int) else ""
     assert set(documented) <= set(options)
-    own = {"--input", "--output", "--column", "--format", "--batch-tokens", "--prompt-name", "--dimensions"}
-    assert own | {"--classifier", "--max-tokens"} == set(documented)
+    common = {
+        "--input",
+        "--output",
+        "--column",
+        "--format",
+        "--batch-tokens",
+        "--prompt-name",
+        "--dimensions",
+    }
+    assert common | {"--classifier", "--max-tokens"} == set(documented)
     assert {name: options[name] for name in documented} == documented
 
 

@@ -149,8 +149,8 @@ def test_compilation_that_fails_is_noticed_when_the_package_is_used(tmp_path):
 
 def private_uses():
     """Yield the package of each private name that the code imports or reads from another package."""
-    own = {"attncache_core", "service"}
-    for path in sorted(file for package in own for file in (ROOT / package).rglob("*.py")):
+    packages = {"attncache_core", "service"}
+    for path in sorted(file for package in packages for file in (ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules, classes = {}, {}
         for node in ast.walk(tree):
@@ -162,19 +162,19 @@ def private_uses():
                 package = node.module.partition(".")[0]
                 for name in node.names:
                     classes[name.asname or name.name] = package
-                    if is_private(f"{node.module}.{name.name}") and package not in own:
+                    if is_private(f"{node.module}.{name.name}") and package not in packages:
                         yield package
         imported = modules | classes
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 root = ast.unparse(node).partition(".")[0]
-                if imported.get(root, "service") not in own:
+                if imported.get(root, "service") not in packages:
                     yield imported[root]
             elif isinstance(node, ast.ClassDef):
                 # super()._name is a private method of a base class.
                 bases = {imported.get(ast.unparse(base).partition(".")[0]) for base in node.bases}
                 if re.search(r"super\(\)\._[a-z]", ast.unparse(node)):
-                    yield from (base for base in bases if base and base not in own)
+                    yield from (base for base in bases if base and base not in packages)
 
 
 def is_private(name):

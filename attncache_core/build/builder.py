@@ -236,9 +236,9 @@ class _Build:
         any mask can be chosen later.
         """
         layers, heads = self.rank.shape
-        given = parse_heads(self.options.heads or "all", self.rank)
+        mask = parse_heads(self.options.heads or "all", self.rank)
         movable = self.options.heads is None or is_count(self.options.heads)
-        return (heads,) * layers if movable else given.reused
+        return (heads,) * layers if movable else mask.reused
 
     def _form(self) -> MapForm:
         """Return the operator's map form, or by default the smallest form that holds the model's maps.

@@ -41,13 +41,13 @@ def masked_maps(
 
 
 def _record_distances(
-    store: AttentionMapStore, mask: ReuseMask, length: int, own: Sequence[int], others: Sequence[int]
+    store: AttentionMapStore, mask: ReuseMask, length: int, reusing: Sequence[int], others: Sequence[int]
 ) -> torch.Tensor:
-    """Return the map distances of records to other records of their length, [own, others].
+    """Return the map distances of records to other records of their length, [reusing, others].
 
     The maps of the others are read in parts to limit memory.
     """
-    maps = masked_maps(store, mask, length, own)
+    maps = masked_maps(store, mask, length, reusing)
     step = max(1, _VALUES_AT_ONCE // (mask.total * length**2))
     parts = (others[at : at + step] for at in range(0, len(others), step))
     return torch.cat([map_distances(maps, masked_maps(store, mask, length, part)) for part in parts], dim=1)
@@ -62,7 +62,7 @@ def _probes(sentences: Sentences) -> dict[int, list[int]]:
         for row in sentences.rows(members, held_out=True)
     ]
     chosen = probes[:: -(-len(probes) // _MAX_PROBES)] if probes else []
-    return {length: [row for _, row in own] for length, own in groupby(chosen, key=itemgetter(0))}
+    return {length: [row for _, row in pairs] for length, pairs in groupby(chosen, key=itemgetter(0))}
 
 
 @torch.inference_mode()
@@ -90,7 +90,8 @@ def donor_distances(
         inputs = first_inputs.of(sentences.chosen(members))
         features = [projector(inputs) for projector in projectors.values()]
         nearest = [
-            torch.cdist(own[probes], own[recorded]).min(dim=1) for own in (*features, inputs.flatten(1))
+            torch.cdist(vectors[probes], vectors[recorded]).min(dim=1)
+            for vectors in (*features, inputs.flatten(1))
         ]
         *chosen, by_input = (true.gather(1, found.indices[:, None])[:, 0] for found in nearest)
         predicted = nearest[0].values / ALPHA

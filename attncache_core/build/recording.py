@@ -134,7 +134,11 @@ class Recording:
         cut = range(min(self.by_length), max(length for length in self.by_length if self.members(length)))
         lengths = sorted({*self.by_length, *cut})
         if self._synthetic_only:
-            return [own for own in lengths if self.stored(own) or len(self.members(own)) >= _MIN_MEMBERS]
+            return [
+                length
+                for length in lengths
+                if self.stored(length) or len(self.members(length)) >= _MIN_MEMBERS
+            ]
         return lengths
 
     def members(self, length: int) -> list[list[int]]:
@@ -143,9 +147,9 @@ class Recording:
             return []
         if length not in self._members:
             sentences = self._sentences_of(length)
-            own = [sentences[row] for row in self._training_rows(length)]
-            missing = _ENOUGH_MEMBERS - len(own)
-            self._members[length] = own + (self._sentences.cut_to(length, missing) if missing > 0 else [])
+            members = [sentences[row] for row in self._training_rows(length)]
+            missing = _ENOUGH_MEMBERS - len(members)
+            self._members[length] = members + (self._sentences.cut_to(length, missing) if missing > 0 else [])
         return self._members[length]
 
     def clusters(self, length: int) -> np.ndarray:
@@ -228,12 +232,12 @@ class Recording:
         members, clusters, means = self.members(length), self.clusters(length), MeanMaps()
         # The first members are the training sentences, which come first in the segment. Other members were
         # cut from longer sentences.
-        own = min(len(members), len(self._training_rows(length)))
+        whole = min(len(members), len(self._training_rows(length)))
         for index, (ids, maps) in enumerate(self._maps(self._sentences_of(length), order)):
             yield [layer.to(self.layout.dtype) for layer in maps], ids, RecordKind.STORED
-            if index < own:
+            if index < whole:
                 means.add(int(clusters[index]), maps)
-        for cluster, (_, maps) in zip(clusters[own:], self._maps(members[own:], order), strict=True):
+        for cluster, (_, maps) in zip(clusters[whole:], self._maps(members[whole:], order), strict=True):
             means.add(int(cluster), maps)
         for kind, indices in self._synthetic(length):
             maps = means.of(np.unique(clusters[indices]).tolist())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attncache_core.calibration.substitution import ObservedMaps, token_passes
-from attncache_core.engine.layers import NO_GIVEN_MAPS, attention_context
+from attncache_core.engine.layers import NO_REUSED_MAPS, attention_context
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer
 from attncache_core.models.layer import Network
@@ -30,7 +30,7 @@ from attncache_core.models.refitted import (
     refittable_layers,
     with_last_products,
 )
-from attncache_core.reuse.execution.given_maps import GivenMaps
+from attncache_core.reuse.execution.reused_maps import ReusedMaps
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.text.token_batch import Group, TokenBatch, pack
@@ -86,11 +86,11 @@ class Refitting:
             batch = pack([self._sequences[index] for index in indices])
             hidden = model.embed(batch)
             states.append(_States(batch, hidden, hidden))
-        given = self._given_maps(mask)
+        reused_maps = self._reused_maps(mask)
         with quantizing(self._engine.checkpoint.quantization):
-            return [_refit(layer, number, states, given) for number, layer in enumerate(layers)]
+            return [_refit(layer, number, states, reused_maps) for number, layer in enumerate(layers)]
 
-    def _given_maps(self, mask: ReuseMask) -> ObservedMaps:
+    def _reused_maps(self, mask: ReuseMask) -> ObservedMaps:
         """Return a source of maps that replaces the maps of the mask's heads by the mean of the length."""
         store, means = self._search.store, self._search.prototypes.means
 
@@ -106,41 +106,41 @@ class Refitting:
 def _inputs(layers: Sequence[AttentionLayer]) -> int:
     """Return the largest number of inputs of the products to fit."""
     products = [last_products(layer) for layer in layers]
-    return max(part.weight.shape[1] for own in products if own is not None for part in own)
+    return max(part.weight.shape[1] for parts in products if parts is not None for part in parts)
 
 
 def _refit(
-    layer: AttentionLayer, number: int, states: Sequence[_States], given: ObservedMaps
+    layer: AttentionLayer, number: int, states: Sequence[_States], reused_maps: ObservedMaps
 ) -> LastProducts:
     """Return the products of hits in a layer, and move the states behind the layer."""
     held, (half,) = last_products(layer), layer.halves
     assert held is not None
     assert isinstance(half.network, Network)
     contexts, ridge = [], _Ridge(held.output)
-    for own in states:
-        full = _context(layer, number, own.full, own.batch, NO_GIVEN_MAPS)
-        context = _context(layer, number, own.hit, own.batch, given)
-        ridge.add(context.flatten(1), layer.attention_sum(own.full, full).float() - own.hit.float())
-        own.full = layer.add_attention(own.full, full)
+    for state in states:
+        full = _context(layer, number, state.full, state.batch, NO_REUSED_MAPS)
+        context = _context(layer, number, state.hit, state.batch, reused_maps)
+        ridge.add(context.flatten(1), layer.attention_sum(state.full, full).float() - state.hit.float())
+        state.full = layer.add_attention(state.full, full)
         contexts.append(context)
     output = ridge.solve()
     refitted, ridge = with_last_products(layer, LastProducts(output, held.down)), _Ridge(held.down)
-    for own, context in zip(states, contexts, strict=True):
-        own.hit = refitted.add_attention(own.hit, context)
-        total = half.network(own.full, own.full)
-        ridge.add(half.network.inner(own.hit), total.float() - own.hit.float())
-        own.full = half.norms.after(total)
+    for state, context in zip(states, contexts, strict=True):
+        state.hit = refitted.add_attention(state.hit, context)
+        total = half.network(state.full, state.full)
+        ridge.add(half.network.inner(state.hit), total.float() - state.hit.float())
+        state.full = half.norms.after(total)
     products = LastProducts(output, ridge.solve())
     refitted = with_last_products(layer, products)
-    for own in states:
-        own.hit = refitted.feed_forward(own.hit)
+    for state in states:
+        state.hit = refitted.feed_forward(state.hit)
     return products
 
 
 def _context(
-    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: GivenMaps
+    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, reused_maps: ReusedMaps
 ) -> torch.Tensor:
-    return attention_context(number, layer, layer.attention_input(hidden), batch, given)
+    return attention_context(number, layer, layer.attention_input(hidden), batch, reused_maps)
 
 
 class _Ridge:

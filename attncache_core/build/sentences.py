@@ -59,7 +59,9 @@ class Sentences:
     def of_side(self, *, held_out: bool) -> list[list[int]]:
         """Return the held-out sequences, or the training sequences."""
         return [
-            ids for ids, own in zip(self.sequences, self.held_out.tolist(), strict=True) if own == held_out
+            ids
+            for ids, is_held_out in zip(self.sequences, self.held_out.tolist(), strict=True)
+            if is_held_out == held_out
         ]
 
     def chosen(self, indices: Sequence[int]) -> list[list[int]]:
@@ -86,15 +88,15 @@ def split(
             "needs at least two, and thousands to be useful",
             field="corpus",
         )
-    wanted = min(_MAX_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
+    needed = min(_MAX_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
     sizes = Counter(source_of.values())
     held_out: set[str] = set()
     names = sorted(sizes)
     for index in random.permutation(len(names)):
         source = names[index]
-        if sizes[source] <= wanted:
+        if sizes[source] <= needed:
             held_out.add(source)
-            wanted -= sizes[source]
+            needed -= sizes[source]
     return Sentences(
         [list(ids) for ids in source_of], np.array([source in held_out for source in source_of.values()])
     )

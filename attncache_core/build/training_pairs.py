@@ -37,8 +37,8 @@ def pair_groups(
     groups, by_length = [], sentences.by_length()
     for done, (length, indices) in enumerate(by_length.items(), 1):
         rows = sentences.rows(indices, held_out=False)
-        most = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (mask.total * length**2))))
-        rows = [rows[index] for index in random.permutation(len(rows))[:most]]
+        maximum = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (mask.total * length**2))))
+        rows = [rows[index] for index in random.permutation(len(rows))[:maximum]]
         if len(rows) > 1:
             maps = masked_maps(store, mask, length, rows)
             inputs = first_inputs.of(sentences.chosen([indices[row] for row in rows]))

@@ -65,7 +65,9 @@ def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
     except (ValueError, KeyError, TypeError):
         segments, query = None, None
     place = f"{path}, line {number}"
-    is_prompt = isinstance(segments, list) and all(own and isinstance(own, str) for own in [*segments, query])
+    is_prompt = isinstance(segments, list) and all(
+        text and isinstance(text, str) for text in [*segments, query]
+    )
     if not (is_prompt and segments):
         raise InvalidInput(
             f"{place} is no prompt; write "
@@ -151,7 +153,7 @@ def calibrate_blending(
     segments, or for too few prompts.
     """
     engine.blending.require(listwise)
-    sequences = {_name(own): own for own in _sequences(engine, prompts, separator, listwise)}
+    sequences = {_name(sequence): sequence for sequence in _sequences(engine, prompts, separator, listwise)}
     if len(sequences) < (needed := texts_needed(budget)):
         lower = "--min-agreement" if budget.measure is Measure.AGREEMENT else "--min-text-cosine"
         raise InvalidInput(
@@ -189,9 +191,9 @@ def _sequences(
     (between,) = engine.tokenizer.turns([separator])
     for segments, query, place in prompts:
         try:
-            *own, asked = engine.tokenizer.turns([*segments, query])
-            headings = engine.tokenizer.turns(listwise_headings(len(own))) if listwise else None
-            sequence = segmented(frame, own, asked, between, headings)
+            *chunks, query_ids = engine.tokenizer.turns([*segments, query])
+            headings = engine.tokenizer.turns(listwise_headings(len(chunks))) if listwise else None
+            sequence = segmented(frame, chunks, query_ids, between, headings)
         except InvalidInput as error:
             raise InvalidInput(f"{place}: {error}", field="segments") from error
         if len(sequence.spans) < 2:
@@ -227,9 +229,9 @@ class _Measuring:
         )
         fidelities, seconds = {}, {}
         for ratio in self._ratios:
-            result, own = self._run(sequence, ratio)
+            result, taken = self._run(sequence, ratio)
             fidelities[ratio] = float(comparator.fidelity(result.outputs, exact.outputs)[0])
-            seconds[ratio] = own / exact_seconds
+            seconds[ratio] = taken / exact_seconds
         return PromptMeasured(fidelities, seconds)
 
     def under_load(self, sequences: Sequence[Segmented]) -> dict[float, float]:
@@ -238,7 +240,7 @@ class _Measuring:
         Small operations that one pass hides may cost more there. Only the first prompts are measured.
         """
         threads = self._engine.parallel_runs
-        ends = list(accumulate(len(own.ids) for own in sequences))
+        ends = list(accumulate(len(sequence.ids) for sequence in sequences))
         count = max(2 * threads, bisect_right(ends, _LOADED_TOKENS))
         batches = list(_batches(sequences[:count]))
         shares: dict[float, list[float]] = {ratio: [] for ratio in self._ratios}
@@ -256,7 +258,7 @@ class _Measuring:
                 exact = seconds(None)
                 for ratio in self._ratios:
                     shares[ratio].append(seconds(ratio) / exact)
-        return {ratio: statistics.median(own) for ratio, own in shares.items()}
+        return {ratio: statistics.median(of_ratio) for ratio, of_ratio in shares.items()}
 
     def _run(self, sequence: Segmented, ratio: float | None) -> tuple[PrefillResult, float]:
         """Run a prompt with a ratio; None: exactly. Return the result and the seconds."""
@@ -284,7 +286,7 @@ def _batches(sequences: Sequence[Segmented]) -> Iterator[list[Segmented]]:
     """Yield neighbours of at most BATCH_TOKENS tokens together; more than that stands alone."""
     batch: list[Segmented] = []
     for sequence in sequences:
-        if batch and sum(len(own.ids) for own in batch) + len(sequence.ids) > BATCH_TOKENS:
+        if batch and sum(len(waiting.ids) for waiting in batch) + len(sequence.ids) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(sequence)
@@ -294,9 +296,9 @@ def _batches(sequences: Sequence[Segmented]) -> Iterator[list[Segmented]]:
 def _of_ratio(
     ratio: float, found: Sequence[PromptMeasured], budget: Budget, loaded_seconds: float
 ) -> MeasuredRatio:
-    fidelities = np.array([own.fidelities[ratio] for own in found])
+    fidelities = np.array([prompt.fidelities[ratio] for prompt in found])
     quality = Quality.of(fidelities, budget.measure)
-    seconds = statistics.median(own.seconds[ratio] for own in found)
+    seconds = statistics.median(prompt.seconds[ratio] for prompt in found)
     keeps = quality.keeps(budget)
     return MeasuredRatio(
         ratio, quality.mean, quality.lower_bound, keeps, seconds, quality.floor, loaded_seconds

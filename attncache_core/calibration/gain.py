@@ -219,7 +219,9 @@ def measure_gain(
             return kept
         measured, is_clear = _measure(timing, traffic, min_gain, circumstances)
         if folder is not None and is_clear:
-            others = [own for own in read_gains(folder / "gain.json") if own.circumstances != circumstances]
+            others = [
+                gain for gain in read_gains(folder / "gain.json") if gain.circumstances != circumstances
+            ]
             with contextlib.suppress(OSError):
                 write_whole(
                     folder / "gain.json", KEPT_GAINS.dump_json([measured, *others][:MAX_KEPT], indent=1)
@@ -231,7 +233,7 @@ def _kept_gain(folder: Path | None, circumstances: Mapping[str, Any], min_gain: 
     """Return the stored measurement with these circumstances and this `min_gain`, or None."""
     kept = read_gains(folder / "gain.json") if folder is not None else []
     return next(
-        (own for own in kept if own.circumstances == circumstances and own.min_gain == min_gain), None
+        (gain for gain in kept if gain.circumstances == circumstances and gain.min_gain == min_gain), None
     )
 
 
@@ -283,7 +285,7 @@ def _gain_of(
     Also returns whether it is clear on which side of the limit full batches are.
     """
     batches = single_texts(lengths), batches_of(lengths, BATCH_TOKENS)
-    one_text, full_batch = (timing.gain_in(own, hit_rates, limit) for own in batches)
+    one_text, full_batch = (timing.gain_in(batch, hit_rates, limit) for batch in batches)
     tokens = [float(batch.offsets[-1]) for batch in batches[1]]
     saved = full_batch.saved_seconds / float(np.mean(tokens)) / max(hit_rates.values())
     gain = Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower, saved)

@@ -74,14 +74,14 @@ def compare(
             run()
     gains: list[float] = []
     saved: list[float] = []
-    attempts, wanted = 0, pairs
+    attempts, needed = 0, pairs
     while True:
-        if len(gains) == wanted:
+        if len(gains) == needed:
             measured = replace(_with_bounds(gains), saved_seconds=statistics.median(saved))
-            if wanted == _MAX_LOOKS * pairs or not measured.leaves_open(limit):
+            if needed == _MAX_LOOKS * pairs or not measured.leaves_open(limit):
                 return measured
-            wanted += pairs
-        if attempts == _ATTEMPTS_PER_PAIR * wanted:
+            needed += pairs
+        if attempts == _ATTEMPTS_PER_PAIR * needed:
             raise MachineBusy(
                 "nothing could be measured, because the processors were busy or limited by a quota"
             )

@@ -33,8 +33,8 @@ def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:
 
     lengths: tokens of each probe, int64 [probes], rising. Probes of equal length are in the same group.
     """
-    wanted = int(np.clip(len(lengths) // _PROBES_PER_GROUP[measure], 1, _MAX_GROUPS))
-    ends = {int(lengths[end - 1]) for end in np.linspace(0, len(lengths), wanted + 1).astype(int)[1:]}
+    groups = int(np.clip(len(lengths) // _PROBES_PER_GROUP[measure], 1, _MAX_GROUPS))
+    ends = {int(lengths[end - 1]) for end in np.linspace(0, len(lengths), groups + 1).astype(int)[1:]}
     bounds = [0, *sorted(ends)]
     return [np.flatnonzero((lengths > first) & (lengths <= last)) for first, last in pairwise(bounds)]
 
@@ -118,13 +118,13 @@ def calibrated(
 
     familiar: see apply_policy.
     """
-    given = apply_policy(terms.probes, measured, mask, policy, familiar)
+    outcome = apply_policy(terms.probes, measured, mask, policy, familiar)
     group_indices = policy.group_indices(terms.probes.lengths)
     searched = np.array([group.searched for group in policy.groups])[group_indices]
     if familiar is not None:
         searched &= familiar
-    saved = terms.savings.per_hit(terms.probes.lengths, mask.total) * given.served
-    return replace(given, saved=float((saved - terms.search_costs * searched).mean()))
+    saved = terms.savings.per_hit(terms.probes.lengths, mask.total) * outcome.served
+    return replace(outcome, saved=float((saved - terms.search_costs * searched).mean()))
 
 
 def policy_for(
@@ -163,7 +163,7 @@ def _group_for(
     by_search = (per_hit * served - terms.search_costs[rows]).sum() if searches else -np.inf
     if not terms.may_search:
         # Nothing can serve a length without a mean, so such a length does not speak against the others.
-        rows, per_hit = (own[probes.records[RecordKind.MEAN][rows] >= 0] for own in (rows, per_hit))
+        rows, per_hit = (array[probes.records[RecordKind.MEAN][rows] >= 0] for array in (rows, per_hit))
     mean_serves = len(rows) > 0 and mean_keeps(rows, probes, measured[RecordKind.MEAN], budget)
     by_mean = per_hit.sum() if mean_serves else -np.inf
     if by_search > by_mean:

@@ -49,9 +49,9 @@ class Probes:
         kinds = np.argmax([self.similarities[kind] for kind in RecordKind], axis=0)
         return np.choose(kinds, [self.records[kind] for kind in RecordKind])
 
-    def sample(self, most: int) -> Probes:
+    def sample(self, maximum: int) -> Probes:
         """Return at most `most` of the probes, spread evenly over their lengths."""
-        indices = np.unique(np.linspace(0, len(self.sequences) - 1, most).round().astype(int))
+        indices = np.unique(np.linspace(0, len(self.sequences) - 1, maximum).round().astype(int))
         return Probes(
             [self.sequences[index] for index in indices],
             {kind: records[indices] for kind, records in self.records.items()},
@@ -129,8 +129,8 @@ def measure(
     for done, (kind, indices, make) in enumerate(batches, 1):
         measured = make()
         full = comparator.comparable(measured.outputs)
-        for mask, own, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
-            changed = substituted_outputs(own, measured, mask.as_array())
+        for mask, hit_model, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
+            changed = substituted_outputs(hit_model, measured, mask.as_array())
             # Rounding can give a cosine above 1, but damage is never negative.
             rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
             rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)

@@ -18,20 +18,20 @@ import torch
 from attncache_core.calibration.gain import BATCH_TOKENS, batches_of
 from attncache_core.calibration.paired import IdleMark, always_idle, compare
 from attncache_core.calibration.savings import with_reused
-from attncache_core.engine.layers import NO_GIVEN_MAPS, run_layers
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.runner import threads_of
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
-from attncache_core.native.stack import GivenRecords
-from attncache_core.reuse.execution.given_maps import GivenMaps
+from attncache_core.native.stack import ReusedRecords
+from attncache_core.reuse.execution.reused_maps import ReusedMaps
 from attncache_core.text.token_batch import TokenBatch
 
 # Calibration has not yet chosen a mask with more of the heads for a default database.
 _REUSED_SHARE = 0.5
 
 
-class MadeUpMaps(GivenMaps):
+class MadeUpMaps(ReusedMaps):
     """Maps in which every token attends equally to all tokens, for all sequences of a batch."""
 
     def __init__(self, batch: TokenBatch, layers: int, heads: int) -> None:
@@ -46,13 +46,13 @@ class MadeUpMaps(GivenMaps):
         }
         self._addresses = np.array([self._records[length].data_ptr() for length in lengths], dtype=np.int64)
 
-    def records(self) -> GivenRecords:
-        """See GivenMaps.records."""
+    def records(self) -> ReusedRecords:
+        """See ReusedMaps.records."""
         before = tuple(self._heads * layer for layer in range(self._layers))
-        return GivenRecords(self._addresses, torch.float16, False, before, 0)
+        return ReusedRecords(self._addresses, torch.float16, False, before, 0)
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
-        """See GivenMaps.apply."""
+        """See ReusedMaps.apply."""
         for group in self._batch.groups():
             maps = self._records[group.length][number * self._heads :][: self._heads].to(value)
             by_sequence = value[group.tokens].unflatten(0, (group.count, group.length))
@@ -74,14 +74,14 @@ def could_pay(
     order = [tuple(range(layer.heads)) for layer in model.layers]
     masked = with_reused(engine, order, [reused] * len(order))
 
-    def passed(model: PackedModel, batch: TokenBatch, maps: GivenMaps) -> None:
+    def passed(model: PackedModel, batch: TokenBatch, maps: ReusedMaps) -> None:
         with threads_of(engine.model, engine.threads):
             hidden, _ = run_layers(model, batch, None, maps)
             hidden[:1].cpu()  # a GPU computes until now
 
     passes = [
         (
-            partial(passed, model, batch, NO_GIVEN_MAPS),
+            partial(passed, model, batch, NO_REUSED_MAPS),
             partial(passed, masked, batch, MadeUpMaps(batch, len(model.layers), reused)),
         )
         for batch in batches_of(lengths, BATCH_TOKENS)

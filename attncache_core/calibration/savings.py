@@ -154,7 +154,7 @@ def search_cost(
 def with_reused(engine: PrefillEngine, order: Sequence[Sequence[int]], reused: Sequence[int]) -> PackedModel:
     """Return the engine's model with the first `reused` heads of each layer's order reused."""
     try:
-        heads = [LayerHeads(*own) for own in zip(order, reused, strict=True)]
+        heads = [LayerHeads(*layer) for layer in zip(order, reused, strict=True)]
         return with_heads(engine.model, engine.checkpoint, heads)
     except NotImplementedError:
         return load_model(

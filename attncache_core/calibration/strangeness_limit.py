@@ -172,15 +172,15 @@ def figures(
     assert policy.limit is not None
     if not probes.sequences:
         return {"texts": 0}
-    ids = np.fromiter((token for own in probes.sequences for token in own), dtype=np.int64)
+    ids = np.fromiter((token for sequence in probes.sequences for token in sequence), dtype=np.int64)
     familiar = chosen.familiarity.strangeness(ids, probes.lengths) <= policy.limit.strangest
-    given = apply_policy(probes, measured, chosen.calibrated.mask, policy, familiar)
-    hits = 1 - given.damage[given.served]
-    harmed = policy.budget.harmed(given.fidelity[given.served])
+    outcome = apply_policy(probes, measured, chosen.calibrated.mask, policy, familiar)
+    hits = 1 - outcome.damage[outcome.served]
+    harmed = policy.budget.harmed(outcome.fidelity[outcome.served])
     return {
         "texts": len(familiar),
         "kinds": len(set(unfamiliar.kinds)),
-        "hit_rate": float(given.served.mean()),
+        "hit_rate": float(outcome.served.mean()),
         "harmed": int(harmed.sum()),
         "mean_cosine": float(hits.mean()) if len(hits) else None,
         "least_cosine": float(hits.min()) if len(hits) else None,
@@ -193,8 +193,8 @@ def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dic
     corpora = judged_together(left_out)
     worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
     hits = sum(map(len, left_out.values()))
-    harmed = sum(int(budget.harmed(own).sum()) for own in left_out.values())
-    with_hits = {kind: own for kind, own in left_out.items() if len(own)}
+    harmed = sum(int(budget.harmed(fidelities).sum()) for fidelities in left_out.values())
+    with_hits = {kind: fidelities for kind, fidelities in left_out.items() if len(fidelities)}
     return {
         "kinds": len(left_out),
         "hits": hits,

@@ -17,7 +17,7 @@ import torch
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
-from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
+from attncache_core.reuse.execution.reused_maps import ComputedHeads, ReusedMaps
 from attncache_core.text.token_batch import Group, TokenBatch, by_sequence, pack
 
 # For each layer, for each group of the batch: maps [n, heads, L, L].
@@ -57,8 +57,8 @@ def token_passes(lengths: Sequence[int], tokens: int = _TOKENS_PER_PASS) -> Iter
 OnMaps = Callable[[int, Group, torch.Tensor], None]
 
 
-class ObservedMaps(GivenMaps):
-    """A map source that computes every map and passes it to a callback before its use; see GivenMaps.
+class ObservedMaps(ReusedMaps):
+    """A map source that computes every map and passes it to a callback before its use; see ReusedMaps.
 
     The callback may change the maps. The model must be loaded without a reuse mask.
     """
@@ -69,7 +69,7 @@ class ObservedMaps(GivenMaps):
         self._on_maps = on_maps
 
     def attend(self, heads: ComputedHeads) -> None:
-        """See GivenMaps.attend."""
+        """See ReusedMaps.attend."""
         layer = heads.layer
         for group in heads.batch.groups():
             query, key, value, context = (

@@ -79,10 +79,10 @@ def _in_package(model: str) -> Source | str:
 
     Only the file list of a distribution is read; none of its code is run.
     """
-    wanted = _normalized(model.rsplit("/", 1)[-1])
+    requested = _normalized(model.rsplit("/", 1)[-1])
     for distribution in metadata.distributions():
         name = _normalized(distribution.metadata["Name"] or "")
-        if name != wanted and not name.endswith(f"-{wanted}"):
+        if name != requested and not name.endswith(f"-{requested}"):
             continue
         for file in distribution.files or []:
             if file.name in WEIGHTS:

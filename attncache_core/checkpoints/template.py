@@ -138,8 +138,8 @@ class Template:
 
     def around(self, text: Text) -> str:
         """Return the text, or the pair of texts, in the template."""
-        before, own, after = self.parts(text)
-        return before + own + after  # without a copy, if the template is empty
+        before, middle, after = self.parts(text)
+        return before + middle + after  # without a copy, if the template is empty
 
     def sample(self, text: str) -> Text:
         """Return `text`, or a pair of it, as the template needs."""

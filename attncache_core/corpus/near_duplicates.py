@@ -22,13 +22,13 @@ def near_duplicates(sequences: Sequence[Sequence[int]], of: Sequence[Sequence[in
     """
     columns: dict[tuple[int, ...], int] = {}
     middle = _without_common_ends([*sequences, *of])
-    others, own = _pairs(of, middle, columns), _pairs(sequences, middle, columns)
+    others, pairs = _pairs(of, middle, columns), _pairs(sequences, middle, columns)
     others.resize(len(of), len(columns))
-    sizes, other_sizes = (np.asarray(matrix.sum(axis=1)).ravel() for matrix in (own, others))
+    sizes, other_sizes = (np.asarray(matrix.sum(axis=1)).ravel() for matrix in (pairs, others))
     found = np.zeros(len(sequences), dtype=bool)
     for first in range(0, len(sequences), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
-        shared = (own[rows] @ others.T).tocoo()
+        shared = (pairs[rows] @ others.T).tocoo()
         united = sizes[rows][shared.row] + other_sizes[shared.col] - shared.data
         found[first + shared.row[shared.data >= _SHARED * united]] = True
     return found

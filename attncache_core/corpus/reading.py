@@ -75,9 +75,9 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     return left, right, ratings
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
+def spread(items: Sequence[T], maximum: int) -> list[T]:
     """Return at most `most` items, equally spaced, because neighbours in a file are often alike."""
-    indices = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    indices = np.linspace(0, len(items) - 1, min(maximum, len(items))).round().astype(int)
     return [items[index] for index in indices]
 
 

@@ -85,10 +85,10 @@ def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
     return sorted(items, key=lambda _: random.random())
 
 
-def _length(random: Random, most: int) -> int:
+def _length(random: Random, maximum: int) -> int:
     """Return a number from 3 to `most`. Small numbers are more likely."""
     draw = random.random()
-    return 3 + int((most - 2) * draw * draw)
+    return 3 + int((maximum - 2) * draw * draw)
 
 
 def _characters(random: Random, alphabet: str, count: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attncache_core.engine.continued import outputs_of, run_continued
-from attncache_core.engine.layers import NO_GIVEN_MAPS, run_layers
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
@@ -64,12 +64,12 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     found: BlendedPass | None = None
     with (
         suppress(DamagedBlock),
-        GivenChunks(store, blend, request.prefix_key, len(request.ids)) as given,
+        GivenChunks(store, blend, request.prefix_key, len(request.ids)) as chunks,
     ):
-        found = BlendedPass(model, store, request.ids, blend, given)
+        found = BlendedPass(model, store, request.ids, blend, chunks)
     if found is None:
-        with GivenChunks(store, blend, request.prefix_key, len(request.ids), load=False) as given:
-            found = BlendedPass(model, store, request.ids, blend, given)
+        with GivenChunks(store, blend, request.prefix_key, len(request.ids), load=False) as chunks:
+            found = BlendedPass(model, store, request.ids, blend, chunks)
     return _result(model, request, blend, found, cached, computed, started)
 
 
@@ -77,10 +77,10 @@ class BlendedPass:
     """One pass over a sequence whose chunks are given."""
 
     def __init__(
-        self, model: PackedModel, store: KeyValueStore, ids: Sequence[int], blend: Blend, given: GivenChunks
+        self, model: PackedModel, store: KeyValueStore, ids: Sequence[int], blend: Blend, cached: GivenChunks
     ) -> None:
         """Run all layers. Raises DamagedBlock if what is given is damaged."""
-        self._model, self._store, self._given = model, store, given
+        self._model, self._store, self._given = model, store, cached
         self._ids = torch.tensor(ids)
         layout = store.layout
         self._dtype = model.stack.dtype if model.stack else model.dtype
@@ -91,9 +91,9 @@ class BlendedPass:
         self.rows: list[int] = []  # that each layer computed
         self.attention_seconds = 0.0
         self.computed = np.zeros(len(ids), dtype=bool)  # the tokens that the check layer computed
-        self.exact_tokens = given.exact_tokens
+        self.exact_tokens = cached.exact_tokens
         self._run(blend)
-        given.finish()
+        cached.finish()
 
     def _run(self, blend: Blend) -> None:
         always = self._always_computed(blend)
@@ -155,16 +155,16 @@ class BlendedPass:
 
         They are the slots of the first of these layers.
         """
-        own = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
-        addresses = _address(own) + np.arange(len(rows)) * own.shape[1]
+        computed = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
+        addresses = _address(computed) + np.arange(len(rows)) * computed.shape[1]
         self._layers(step[:1], hidden, rows, self._key_value_slots(step[:1], addresses, only=True))
-        return deviations(self._slots[0, chosen], own[np.searchsorted(rows, chosen)], self._dtype)
+        return deviations(self._slots[0, chosen], computed[np.searchsorted(rows, chosen)], self._dtype)
 
     def _layers(
         self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
     ) -> torch.Tensor:
         batch = self._batch(rows).on(self._model.device)
-        found, seconds = run_layers(self._model, batch, hidden, NO_GIVEN_MAPS, step, slots=slots)
+        found, seconds = run_layers(self._model, batch, hidden, NO_REUSED_MAPS, step, slots=slots)
         self.attention_seconds += seconds
         return found
 
@@ -178,14 +178,14 @@ class BlendedPass:
         """kept: addresses of the slots of the rows in the first of these layers."""
         _, tokens, width = self._slots.shape
         block = BLOCK_TOKENS * width
-        given = _address(self._slots) + block * np.arange(tokens // BLOCK_TOKENS)
+        addresses = _address(self._slots) + block * np.arange(tokens // BLOCK_TOKENS)
         # The compiled code counts from layer 0 of the model.
         before = step.start * tokens * width
         return KeyValueSlots(
             BLOCK_TOKENS,
             tokens * width,
-            (given - before).astype(np.uint64),
-            np.array([0, len(given)]),
+            (addresses - before).astype(np.uint64),
+            np.array([0, len(addresses)]),
             (kept - before).astype(np.uint64),
             np.arange(len(kept)),
             scattered=True,
@@ -261,7 +261,7 @@ def _result(
         strangeness=nothing.strangeness,
         tokens=computed + sum(found.rows) // len(found.rows),
         asked_tokens=len(request.ids),
-        cached_tokens=np.array([sum(max(0, own.cached - own.recomputed) for own in report.chunks)]),
+        cached_tokens=np.array([sum(max(0, chunk.cached - chunk.recomputed) for chunk in report.chunks)]),
         search_seconds=0.0,
         forward_seconds=time.perf_counter() - started,
         attention_seconds=found.attention_seconds,

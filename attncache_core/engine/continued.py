@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import NO_GIVEN_MAPS, rows_of, run_layers, stack_outputs
+from attncache_core.engine.layers import NO_REUSED_MAPS, rows_of, run_layers, stack_outputs
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
@@ -51,13 +51,15 @@ def _run(
 ) -> PrefillResult:
     """Run what is not given, and store it. Raises DamagedBlock if a block that was loaded is damaged."""
     batch, compute = plan.batch, _by_layers if model.compiled_outputs is None else _compiled
-    outputs, finite, rows, attention_seconds = compute(model, plan, any(own.reads_more for own in requests))
+    outputs, finite, rows, attention_seconds = compute(
+        model, plan, any(request.reads_more for request in requests)
+    )
     found: list[np.ndarray] | None = None
     if batch is not None and rows is not None:
         computed = [requests[index] for index in plan.computed.tolist()]
         found = _of_all(log_probabilities(model, batch, rows, computed), plan.computed, len(requests))
     if found is not None:
-        finite &= [bool(np.isfinite(own).all()) for own in found]
+        finite &= [bool(np.isfinite(values).all()) for values in found]
     plan.finish(finite)
     nothing = shared_no_reuse(len(requests))
     return PrefillResult(
@@ -113,13 +115,13 @@ def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Com
         return outputs, np.isfinite(outputs).all(axis=1), None, 0.0
     if model.stack is not None:
         model.stack.wake(compiled_threads())
-    rows, seconds = run_layers(model, batch.on(model.device), None, NO_GIVEN_MAPS, slots=plan.slots())
+    rows, seconds = run_layers(model, batch.on(model.device), None, NO_REUSED_MAPS, slots=plan.slots())
     plan.wait_until_loaded()
     states = plan.states(final.states(rows).cpu().numpy())
     outputs = outputs_of(model, states, plan.lengths, plan.skipped)
     finite = np.isfinite(outputs).all(axis=1)
-    own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
-    finite[plan.computed] = batch.in_callers_order(own)
+    is_finite = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
+    finite[plan.computed] = batch.in_callers_order(is_finite)
     return outputs, finite, rows, seconds
 
 
@@ -145,7 +147,7 @@ def _of_all(found: list[np.ndarray] | None, computed: np.ndarray, count: int) ->
     """Return the log-probabilities of all requests. found: of the computed ones; the others have none."""
     if found is None:
         return None
-    own = iter(found)
+    values = iter(found)
     is_computed = np.zeros(count, dtype=bool)
     is_computed[computed] = True
-    return [next(own) if each else np.zeros(0, dtype=np.float32) for each in is_computed.tolist()]
+    return [next(values) if each else np.zeros(0, dtype=np.float32) for each in is_computed.tolist()]

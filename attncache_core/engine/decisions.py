@@ -97,9 +97,9 @@ class Decisions:
         template, labels = template or self._checkpoint.template, tuple(labels or self._checkpoint.labels)
         if not labels:
             raise NoClassifier("the server has no labels of its own: give labels", field="labels")
-        own = self.label_tokens
-        if own and (template, labels) == (self._checkpoint.template, own.labels):
-            return own
+        configured = self.label_tokens
+        if configured and (template, labels) == (self._checkpoint.template, configured.labels):
+            return configured
         return LabelTokens.of(self._tokenizer, template, labels)
 
     def zero_shot(self, labels: Sequence[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
@@ -164,7 +164,7 @@ class Decisions:
             return labels.logits(log_probabilities)
         head = self._model.language_head
         assert head is not None
-        tokens = [own for (own,) in labels.tokens]
+        tokens = [token for (token,) in labels.tokens]
         rows = torch.from_numpy(np.ascontiguousarray(outputs))
         logits: np.ndarray = head.token_logits(rows, tokens).cpu().numpy()
         return logits

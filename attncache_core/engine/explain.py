@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import first_input, given_by, run_layers
+from attncache_core.engine.layers import first_input, reused_by, run_layers
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.comparator import Measure
@@ -46,7 +46,7 @@ class Candidate:
 class LayerMaps:
     """Attention maps of one layer. Heads have the checkpoint's numbers."""
 
-    own: np.ndarray  # float32 [heads, L, L], of the text's full computation
+    full: np.ndarray  # float32 [heads, L, L], of the full computation of the text
     reused_heads: tuple[int, ...]  # that take the maps of a record if the text hits
     given: np.ndarray | None  # float32 [reused heads, L, L], of the record; None without a record
 
@@ -89,10 +89,10 @@ def explain(
         with engine.deciding:
             found = _search(reuse.search, batch, engine.model.search_input(hidden))
     prefix_key = engine.prefix_key(ids, engine.tokenizer.default_prompt.sequence_plan(0), salt)
-    cosine, given = _with_record(engine, batch, found)
-    if given is None:
+    cosine, reused_maps = _with_record(engine, batch, found)
+    if reused_maps is None:
         found = replace(found, chosen=None)
-    layers = _layers(engine, _full_maps(engine.model, batch, hidden), given) if maps else None
+    layers = _layers(engine, _full_maps(engine.model, batch, hidden), reused_maps) if maps else None
     group = reuse.policy.group_index(len(ids)) if reuse else None
     limit = reuse.policy.limit if reuse else None
     measured = reuse.gain if reuse else None
@@ -159,9 +159,9 @@ def _chosen(search: SearchEngine, batch: TokenBatch, candidates: Sequence[Candid
     by_kind = {candidate.kind: candidate for candidate in candidates}
     if not by_kind:
         return None
-    own = by_kind.get(RecordKind.STORED)
-    if own and own.similarity == 1:
-        return own
+    stored = by_kind.get(RecordKind.STORED)
+    if stored and stored.similarity == 1:
+        return stored
     if not policy.searched and policy.mean_serves and RecordKind.MEAN in by_kind:
         return by_kind[RecordKind.MEAN]
     kinds, _ = policy.choose({kind: np.array([found.similarity]) for kind, found in by_kind.items()})
@@ -184,7 +184,7 @@ def _with_record(
     plan.similarities[:] = found.chosen.similarity
     try:
         with_reuse = _outputs_with(engine, batch, plan)
-        given = [
+        reused_maps = [
             segment.layer_maps(record, number, layer.reused_heads).float().numpy().copy()
             for number, layer in enumerate(engine.model.layers)
         ]
@@ -193,14 +193,16 @@ def _with_record(
     if not segment.is_as_checked(found.changes):
         return None, None
     full = engine.run([PrefillRequest(batch.ids.tolist(), reuse=False)])
-    return float(engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]), given
+    return float(
+        engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]
+    ), reused_maps
 
 
 def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
     """Return the outputs of a batch, float32 [1, d], with the maps that a plan gives."""
     model = engine.model
-    given = given_by(plan, model, batch)
-    hidden, _ = run_layers(model, batch, None, given)
+    reused_maps = reused_by(plan, model, batch)
+    hidden, _ = run_layers(model, batch, None, reused_maps)
     return model.outputs(hidden, batch).rows.cpu().numpy()
 
 
@@ -216,20 +218,22 @@ def _full_maps(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor) -> l
         if layer.reused_heads:
             reused = layer.project_reused(x, batch.positions)
             query, key = (torch.cat(pair, dim=1) for pair in zip(reused, (query, key), strict=True))
-        own = layer.attention_maps(query[None], key[None], slice(layer.heads))
-        maps.append(own[0].float().cpu().numpy())
-        hidden = layer.finish(hidden, apply_maps(own, value[None])[0].to(value.dtype))
+        computed = layer.attention_maps(query[None], key[None], slice(layer.heads))
+        maps.append(computed[0].float().cpu().numpy())
+        hidden = layer.finish(hidden, apply_maps(computed, value[None])[0].to(value.dtype))
     return maps
 
 
 def _layers(
-    engine: PrefillEngine, own: Sequence[np.ndarray], given: Sequence[np.ndarray] | None
+    engine: PrefillEngine, computed: Sequence[np.ndarray], reused_maps: Sequence[np.ndarray] | None
 ) -> tuple[LayerMaps, ...]:
     """Return the maps with their heads in the order of the checkpoint."""
     mask = engine.strategy.mask if engine.strategy else None
     layers = []
-    for number, maps in enumerate(own):
+    for number, maps in enumerate(computed):
         order = mask.order[number] if mask else tuple(range(len(maps)))
         reused = order[: mask.reused[number]] if mask else ()
-        layers.append(LayerMaps(maps[np.argsort(order)], reused, given[number] if given else None))
+        layers.append(
+            LayerMaps(maps[np.argsort(order)], reused, reused_maps[number] if reused_maps else None)
+        )
     return tuple(layers)

@@ -41,8 +41,8 @@ def explain_blend(
     InputTooLong.
     """
     prompt = engine.tokenizer.default_prompt
-    *own, asked, between = engine.tokenizer.turns([*segments, query, separator])
-    sequence = segmented(engine.tokenizer.frame(prompt), own, asked, between)
+    *chunks, query_ids, between = engine.tokenizer.turns([*segments, query, separator])
+    sequence = segmented(engine.tokenizer.frame(prompt), chunks, query_ids, between)
     if len(sequence.spans) < 2:
         raise InvalidInput(
             "give two segments or more; one segment is a prefix, which is exact", field="segments"
@@ -71,5 +71,5 @@ def explain_blend(
         report.exact_tokens,
         list(report.rows),
         [chunk._asdict() for chunk in report.chunks],
-        [float(own) if np.isfinite(own) else None for own in found],
+        [float(deviation) if np.isfinite(deviation) else None for deviation in found],
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import first_input, given_by, run_layers, run_to_outputs
+from attncache_core.engine.layers import first_input, reused_by, run_layers, run_to_outputs
 from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
 from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
@@ -84,14 +84,14 @@ def forward_pass(
         if strategy:
             batch, hidden, plan = hits_first(batch, hidden, plan, neighbours=model.stack is None)
         layers = range(first, min(plan.until, end))
-        given = given_by(plan, model, batch)
-        records = given.records()
+        reused_maps = reused_by(plan, model, batch)
+        records = reused_maps.records()
         if strategy and model.stack:
             model.stack.wake(compiled_threads())
         if makes_outputs and records is not None and len(layers) == end:
             outputs, finite, seconds = run_to_outputs(model, batch, records)
         else:
-            hidden, seconds = run_layers(model, batch, hidden, given, layers)
+            hidden, seconds = run_layers(model, batch, hidden, reused_maps, layers)
         attention_seconds += seconds
         if strategy:
             lengths = set(batch.lengths[plan.hits].tolist())

@@ -7,7 +7,7 @@
                      output projection and feed-forward half, original         the other sequences
            -> hidden
 
-Sequences with given maps come first in the batch, so Q, K and maps of the reused heads are computed on one
+Sequences with reused maps come first in the batch, so Q, K and maps of the reused heads are computed on one
 slice of tokens.
 """
 
@@ -22,19 +22,19 @@ from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import (
     NO_RECORDS,
     CompiledStack,
-    GivenRecords,
     KeyValueSlots,
+    ReusedRecords,
     StackRows,
     TreePooling,
 )
-from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps, HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import ComputedHeads, HitRecords, RecordGroup, ReusedMaps
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.runtime.threads import compiled_threads, one_thread
 from attncache_core.text.token_batch import TokenBatch
 
 
-def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> GivenMaps:
+def reused_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> ReusedMaps:
     """Return the maps that a plan gives to a batch.
 
     The sequences with records must come first in the batch, and self-hits last among them, because all other
@@ -42,7 +42,7 @@ def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> GivenMap
     """
     hits = int(np.count_nonzero(plan.hits))
     if not hits:
-        return NO_GIVEN_MAPS
+        return NO_REUSED_MAPS
     groups = [
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
         for group in batch.groups(0, hits)
@@ -51,14 +51,14 @@ def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> GivenMap
     return HitRecords(groups, refitted)
 
 
-NO_GIVEN_MAPS = HitRecords([])
+NO_REUSED_MAPS = HitRecords([])
 
 
 def run_layers(
     model: PackedModel,
     batch: TokenBatch,
     hidden: torch.Tensor | None,
-    given: GivenMaps,
+    reused_maps: ReusedMaps,
     layers: range | None = None,
     slots: KeyValueSlots | None = None,
 ) -> tuple[torch.Tensor, float]:
@@ -67,15 +67,15 @@ def run_layers(
     hidden: input of the first layer of the range, [tokens, hidden]; None: the batch's embeddings. slots: keys
     and values of the tokens in front of the roots of the batch's tree, and places to keep those of its rows;
     no maps are given to such a batch. Returns the output of the last layer of the range, and the duration of
-    attention in seconds: projections, maps, maps @ V and reading given maps.
+    attention in seconds: projections, maps, maps @ V and reading reused maps.
     """
     layers = range(len(model.layers)) if layers is None else layers
-    records = given.records()
+    records = reused_maps.records()
     if model.stack and records:
         return _run_stack(model, model.stack, batch, hidden, records, layers, slots)
     hidden = (model.embed(batch) if hidden is None else hidden).to(model.dtype)
     in_slots = SlotAttention(batch, slots) if slots else None
-    refitted = int(batch.offsets[given.refitted])  # rows
+    refitted = int(batch.offsets[reused_maps.refitted])  # rows
     attention_seconds = 0.0
     for number in layers:
         layer = model.layers[number]
@@ -87,7 +87,7 @@ def run_layers(
         context = (
             in_slots.context(number, layer, x)
             if in_slots
-            else attention_context(number, layer, x, batch, given)
+            else attention_context(number, layer, x, batch, reused_maps)
         )
         attention_seconds += time.perf_counter() - started
         hidden = model.finish(number, hidden, context, refitted)
@@ -95,7 +95,7 @@ def run_layers(
 
 
 def run_to_outputs(
-    model: PackedModel, batch: TokenBatch, records: GivenRecords
+    model: PackedModel, batch: TokenBatch, records: ReusedRecords
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return what `stack_outputs` returns for a batch. records: of the first sequences, without a tree."""
     assert model.compiled_outputs is not None
@@ -104,8 +104,8 @@ def run_to_outputs(
     skipped = model.compiled_outputs.skipped(lengths, batch.prompt_tokens)
     pooling = None
     if tree is not None:
-        given = np.zeros(len(lengths), np.uint64)
-        pooling = TreePooling(tree.parents, tree.ends, lengths, given, none, none)
+        no_states = np.zeros(len(lengths), np.uint64)
+        pooling = TreePooling(tree.parents, tree.ends, lengths, no_states, none, none)
     return stack_outputs(model, rows_of(batch, skipped, pooling), compiled_threads(), records)
 
 
@@ -129,7 +129,7 @@ def stack_outputs(
     model: PackedModel,
     rows: StackRows,
     threads: int,
-    records: GivenRecords = NO_RECORDS,
+    records: ReusedRecords = NO_RECORDS,
     slots: KeyValueSlots | None = None,
     hidden: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray, float]:
@@ -181,7 +181,7 @@ def _run_stack(
     stack: CompiledStack,
     batch: TokenBatch,
     hidden: torch.Tensor | None,
-    records: GivenRecords,
+    records: ReusedRecords,
     layers: range,
     slots: KeyValueSlots | None,
 ) -> tuple[torch.Tensor, float]:
@@ -201,7 +201,7 @@ def _run_stack(
 
 
 def attention_context(
-    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, given: GivenMaps
+    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, reused_maps: ReusedMaps
 ) -> torch.Tensor:
     """Return maps @ V of all heads of a layer with input x [tokens, hidden]: [tokens, heads, head_dim]."""
     value, query, key = layer.project(x, batch.positions)
@@ -209,13 +209,13 @@ def attention_context(
     mask = layer.reused_heads
     if mask < layer.heads:
         computed = ComputedHeads(number, layer, batch, query, key, value[:, mask:], context[:, mask:])
-        given.attend(computed)
+        reused_maps.attend(computed)
     if mask:
-        given.apply(number, value[:, :mask], context[:, :mask])
-        if given.count < len(batch.lengths):
-            first = int(batch.offsets[given.count])
+        reused_maps.apply(number, value[:, :mask], context[:, :mask])
+        if reused_maps.count < len(batch.lengths):
+            first = int(batch.offsets[reused_maps.count])
             query, key = layer.project_reused(x[first:], batch.positions[first:])
-            offsets = batch.offsets[given.count :] - first
+            offsets = batch.offsets[reused_maps.count :] - first
             reused = slice(mask)
             layer.attend(
                 query, key, value[first:, reused], offsets, reused, context[first:, reused], batch.tree

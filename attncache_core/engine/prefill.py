@@ -209,10 +209,10 @@ class PrefillEngine:
     def shares_model_with(self, database: AttentionDatabase) -> bool:
         """Return whether the packed model can serve a database: the heads are in the order of its mask, and
         hits take the model's weights."""
-        own = self.map_reuse.database if self.map_reuse else None
-        if own is None or own.mask != database.mask:
+        loaded = self.map_reuse.database if self.map_reuse else None
+        if loaded is None or loaded.mask != database.mask:
             return False
-        return own.refitted is None and database.refitted is None
+        return loaded.refitted is None and database.refitted is None
 
     def with_database(self, database: AttentionDatabase) -> PrefillEngine:
         """Return an engine with another database and the same model, keys and values.

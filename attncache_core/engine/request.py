@@ -84,7 +84,7 @@ class PrefillPart:
         """Return the part of these sequences."""
         offsets = [0, *accumulate(map(len, sequences))]
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, offsets[-1])
-        pairs = sequences if any(isinstance(own, PairTokens) for own in sequences) else None
+        pairs = sequences if any(isinstance(sequence, PairTokens) for sequence in sequences) else None
         return cls(ids, offsets, reuse, plans, group, pairs, prefix_keys, blends)
 
     def __len__(self) -> int:
@@ -93,16 +93,16 @@ class PrefillPart:
 
     def part(self, first: int, stop: int) -> PrefillPart:
         """Return the sequences from `first` to `stop`. The token ids are not copied."""
-        own = slice(first, stop)
+        part = slice(first, stop)
         return PrefillPart(
             self.ids,
             self.offsets[first : stop + 1],
             self.reuse,
-            self.plans if len(self.plans) == 1 else self.plans[own],
+            self.plans if len(self.plans) == 1 else self.plans[part],
             self.group,
-            self.pairs and self.pairs[own],
-            self.prefix_keys and self.prefix_keys[own],
-            self.blends and self.blends[own],
+            self.pairs and self.pairs[part],
+            self.prefix_keys and self.prefix_keys[part],
+            self.blends and self.blends[part],
         )
 
     def select(self, indices: Sequence[int]) -> PrefillPart:
@@ -150,17 +150,17 @@ class PrefillBatch(Sequence[PrefillRequest]):
         if isinstance(requests, PrefillBatch):
             return requests
         parts = []
-        for (reuse, group), alike in groupby(requests, lambda own: (own.reuse, own.group)):
+        for (reuse, group), alike in groupby(requests, lambda request: (request.reuse, request.group)):
             stretch = list(alike)
             part = PrefillPart.of(
-                [own.ids for own in stretch],
+                [request.ids for request in stretch],
                 reuse,
-                [own.sequence_plan for own in stretch],
+                [request.sequence_plan for request in stretch],
                 group,
-                [own.prefix_key for own in stretch],
+                [request.prefix_key for request in stretch],
             )
-            if any(own.blend for own in stretch):
-                part.blends = [own.blend for own in stretch]
+            if any(request.blend for request in stretch):
+                part.blends = [request.blend for request in stretch]
             parts.append(part)
         return cls(parts)
 
@@ -198,7 +198,7 @@ class PrefillBatch(Sequence[PrefillRequest]):
         offsets, end = [0], 0
         for part in self.parts:
             shift = end - part.offsets[0]
-            offsets += [own + shift for own in part.offsets[1:]] if shift else part.offsets[1:]
+            offsets += [offset + shift for offset in part.offsets[1:]] if shift else part.offsets[1:]
             end = offsets[-1]
         return np.array(offsets)
 
@@ -224,8 +224,8 @@ class PrefillBatch(Sequence[PrefillRequest]):
         """
         counts: list[int] = []
         for part in self.parts:
-            own = [default if plan is None else plan.prompt_tokens for plan in part.plans]
-            counts += own * len(part) if len(own) == 1 else own
+            of_part = [default if plan is None else plan.prompt_tokens for plan in part.plans]
+            counts += of_part * len(part) if len(of_part) == 1 else of_part
         return np.array(counts)
 
 
@@ -272,11 +272,11 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         if all(getattr(part, name) is None for part in parts):
             return None
         none = np.zeros(0, dtype=np.float32)
-        found = [own for part in parts for own in getattr(part, name) or [none] * len(part.outcomes)]
+        found = [array for part in parts for array in getattr(part, name) or [none] * len(part.outcomes)]
         return [found[index] for index in order.tolist()]
 
     outcomes = [outcome for part in parts for outcome in part.outcomes]
-    blends = [own for part in parts for own in part.blends or [None] * len(part.outcomes)]
+    blends = [blend for part in parts for blend in part.blends or [None] * len(part.outcomes)]
     return PrefillResult(
         outputs=rows("outputs"),
         finite=rows("finite"),

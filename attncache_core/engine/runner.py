@@ -103,17 +103,17 @@ class Runner:
         """Run requests in up to four batches: with chunks or without, with shared prefixes or without."""
         # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
         keys = [
-            (own.blend is not None, self.shares_prefixes(own.takes_maps) and not own.reads_states)
-            for own in requests
+            (request.blend is not None, self.shares_prefixes(request.takes_maps) and not request.reads_states)
+            for request in requests
         ]
         if len(set(keys)) == 1:
             blend, share = keys[0]
             return self._run(requests, share=share, blend=blend)
         ways = sorted(set(keys))
-        indices = [np.flatnonzero([own == key for own in keys]) for key in ways]
+        indices = [np.flatnonzero([each == key for each in keys]) for key in ways]
         parts = [
-            self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
-            for own, (blend, share) in zip(indices, ways, strict=True)
+            self._run([requests[index] for index in chosen.tolist()], share=share, blend=blend)
+            for chosen, (blend, share) in zip(indices, ways, strict=True)
         ]
         return joined_results(parts, indices)
 
@@ -202,7 +202,7 @@ class Runner:
             found = log_probabilities(self.model, batch, done.hidden, requests)
             states = token_states(self.model, batch, done.hidden, requests)
         if found is not None:
-            finite &= [bool(np.isfinite(own).all()) for own in found]
+            finite &= [bool(np.isfinite(values).all()) for values in found]
         return PrefillResult(
             outputs=batch.in_callers_order(done.outputs),
             finite=finite,

@@ -27,10 +27,10 @@ def log_probabilities(
     order.
     """
     targets = [targets_of(request) for request in requests]
-    counts = [len(own) for own in targets]
+    counts = [len(of_sequence) for of_sequence in targets]
     if not any(counts) or model.language_head is None:
         return None
-    backs, tokens = np.array([target for own in targets for target in own], dtype=np.int64).T
+    backs, tokens = np.array([target for of_sequence in targets for target in of_sequence], dtype=np.int64).T
     lengths = np.array([len(request.ids) for request in requests], dtype=np.int64)
     sequences = np.repeat(np.arange(len(requests)), counts)
     rows = batch.rows(sequences, lengths[sequences] - 1 - backs)
@@ -58,6 +58,6 @@ def token_states(
     found = [np.zeros((0, hidden.shape[1]), dtype=np.float32)] * len(requests)
     for place, index in enumerate(batch.order.tolist()):
         if requests[index].reads_states:
-            own = hidden[int(batch.offsets[place]) : int(batch.offsets[place + 1])]
-            found[index] = model.token_states(own).cpu().numpy()
+            rows = hidden[int(batch.offsets[place]) : int(batch.offsets[place + 1])]
+            found[index] = model.token_states(rows).cpu().numpy()
     return found

@@ -19,7 +19,7 @@ import torch
 from attncache_core.calibration.substitution import token_passes
 from attncache_core.engine.layers import attention_context
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.text.token_batch import pack
 
 

@@ -111,16 +111,17 @@ def _is_larger(first: DenseLayer, second: DenseLayer) -> bool:
     return len(second.weight) * first.weight.shape[1] > first.weight.numel() + second.weight.numel()
 
 
-def require_dimensions(dimensions: int, most: int, offered: Sequence[int]) -> None:
+def require_dimensions(dimensions: int, maximum: int, offered: Sequence[int]) -> None:
     """Raise InvalidInput unless embeddings of `most` dimensions can be truncated to `dimensions`.
 
     offered: the dimensions that the model was trained for; empty: any.
     """
-    choices = sorted({*(number for number in offered if number < most), most})
+    choices = sorted({*(number for number in offered if number < maximum), maximum})
     if offered and dimensions not in choices:
         listed = ", ".join(map(str, choices))
         raise InvalidInput(f"dimensions must be one of {listed} for this model", field="dimensions")
-    if not 1 <= dimensions <= most:
+    if not 1 <= dimensions <= maximum:
         raise InvalidInput(
-            f"dimensions must be 1 to {most}, which is what the model's embeddings have", field="dimensions"
+            f"dimensions must be 1 to {maximum}, which is what the model's embeddings have",
+            field="dimensions",
         )

@@ -52,22 +52,22 @@ def running_states(
     return found
 
 
-def _states_of_run(own: np.ndarray, begin: np.ndarray, start: int, skipped: int) -> np.ndarray:
+def _states_of_run(hidden: np.ndarray, begin: np.ndarray, start: int, skipped: int) -> np.ndarray:
     """Return the state after each row of a run, [rows, 5, width]. start: position of the first row."""
-    positions = np.arange(start, start + len(own), dtype=np.float32)[:, None]
+    positions = np.arange(start, start + len(hidden), dtype=np.float32)[:, None]
     counts = positions >= skipped
-    states = np.empty((len(own), 5, own.shape[1]), dtype=np.float32)
+    states = np.empty((len(hidden), 5, hidden.shape[1]), dtype=np.float32)
     terms = {
-        SUM: (np.add, np.where(counts, own, 0)),
-        WEIGHTED_SUM: (np.add, np.where(counts, own * (positions + 1), 0)),
-        MAXIMUM: (np.maximum, np.where(counts, own, -np.inf)),
+        SUM: (np.add, np.where(counts, hidden, 0)),
+        WEIGHTED_SUM: (np.add, np.where(counts, hidden * (positions + 1), 0)),
+        MAXIMUM: (np.maximum, np.where(counts, hidden, -np.inf)),
     }
     for row, (operation, values) in terms.items():
         states[:, row] = operation.accumulate(np.concatenate([begin[row][None], values]), axis=0)[1:]
     states[:, FIRST] = begin[FIRST]
-    if start <= skipped < start + len(own):
-        states[skipped - start :, FIRST] = own[skipped - start]
-    states[:, LAST] = own
+    if start <= skipped < start + len(hidden):
+        states[skipped - start :, FIRST] = hidden[skipped - start]
+    states[:, LAST] = hidden
     return states
 
 

@@ -162,7 +162,9 @@ def attend_blocks(
     for block in tree.blocks(before, device) if finite else tree.single_rows(before, device):
         q, k, v = query[None, block.rows], key[None, block.rows], value[None, block.rows]
         if len(block.before):
-            k, v = (torch.cat([x[None, block.before], own], dim=1) for x, own in ((key, k), (value, v)))
+            k, v = (
+                torch.cat([x[None, block.before], computed], dim=1) for x, computed in ((key, k), (value, v))
+            )
         if finite and scores_of is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             found = functional.scaled_dot_product_attention(

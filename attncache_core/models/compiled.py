@@ -119,12 +119,12 @@ def _halves(layer: object) -> Halves:
     return attention_half(layer), [forward_half(half) for half in layer.halves]
 
 
-def _with_refitted(own: Halves, refitted: Halves) -> Halves:
+def _with_refitted(halves: Halves, refitted: Halves) -> Halves:
     """Return the halves of a layer with the last weights of each half of `refitted` beside their own."""
     forward = [
-        replace(half, refitted_down=other.down) for half, other in zip(own[1], refitted[1], strict=True)
+        replace(half, refitted_down=other.down) for half, other in zip(halves[1], refitted[1], strict=True)
     ]
-    return replace(own[0], refitted_output=refitted[0].output), forward
+    return replace(halves[0], refitted_output=refitted[0].output), forward
 
 
 def attention_half(layer: AttentionLayer) -> AttentionHalf:

@@ -50,7 +50,7 @@ def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
         _parts,
         activation=base.config.hidden_act,
         scale=(attend.attention_head_size * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5,
-        score_terms=lambda layer, own: _score_terms(layer.attention.self, own, relative),
+        score_terms=lambda layer, heads: _score_terms(layer.attention.self, heads, relative),
     )
 
 

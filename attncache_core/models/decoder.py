@@ -46,12 +46,12 @@ def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
     config = base.config
     rotary = LayerRotary(base.rotary_emb, config)
 
-    def projections(attend: Any, number: int, own: LayerHeads) -> Projections:
+    def projections(attend: Any, number: int, heads: LayerHeads) -> Projections:
         return Projections(
             LinearWeights.from_module(attend.q_proj),
             LinearWeights.from_module(attend.k_proj),
             LinearWeights.from_module(attend.v_proj),
-            own,
+            heads,
             key_heads=config.num_key_value_heads,
             rotary=rotary[number],
             query_norm=getattr(attend, "q_norm", None),
@@ -75,14 +75,14 @@ def assemble_decoder(
     base = getattr(model, "model", model)
     config = base.config
 
-    def attention(module: Any, number: int, own: LayerHeads) -> AttentionLayer:
+    def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         attend, (norms, _) = module.self_attn, _norms(module)
         cap = getattr(attend, "attn_logit_softcapping", None)
         return AttentionLayer(
-            own.order,
-            own.reused,
-            projections(attend, number, own),
-            output_projection(LinearWeights.from_module(attend.o_proj), own),
+            heads.order,
+            heads.reused,
+            projections(attend, number, heads),
+            output_projection(LinearWeights.from_module(attend.o_proj), heads),
             norms,
             layer_attention_mask(config, number, attend.scaling),
             ScoreTerms(cap=cap) if cap else None,

@@ -167,8 +167,8 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) ->
         # dimension i with i + r/2, so the first of each pair come before the second of each pair.
         rotary_dims = torch.cat([rotary_dims[0::2], rotary_dims[1::2]])
 
-    def projections(attend: Any, number: int, own: LayerHeads) -> LatentProjections:
-        return LatentProjections(attend, own, rotary[number], rotary_dims)
+    def projections(attend: Any, number: int, heads: LayerHeads) -> LatentProjections:
+        return LatentProjections(attend, heads, rotary[number], rotary_dims)
 
     return assemble_decoder(model, heads, projections, pool)
 

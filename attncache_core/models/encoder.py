@@ -129,18 +129,18 @@ def encoder(
     scores, if any, from the layer and its heads.
     """
 
-    def attention(module: Any, _: int, own: LayerHeads) -> AttentionLayer:
+    def attention(module: Any, _: int, heads: LayerHeads) -> AttentionLayer:
         made = parts(module)
         query, key, value = (LinearWeights.from_module(part) for part in (made.query, made.key, made.value))
-        width = len(query.weight) // len(own.order)
+        width = len(query.weight) // len(heads.order)
         return AttentionLayer(
-            own.order,
-            own.reused,
-            Projections(query, key, value, own),
-            output_projection(LinearWeights.from_module(made.output), own),
+            heads.order,
+            heads.reused,
+            Projections(query, key, value, heads),
+            output_projection(LinearWeights.from_module(made.output), heads),
             Norms(output=Norm(made.attention_norm)),
             AttentionMask(width**-0.5 if scale is None else scale),
-            score_terms and score_terms(module, own),
+            score_terms and score_terms(module, heads),
         )
 
     def feed_forward(module: Any) -> FeedForward:

@@ -257,15 +257,15 @@ def build_layers(
     that its original weights are freed.
     """
     built: list[AttentionLayer] = []
-    for number, own in enumerate(layers):
+    for number, heads in enumerate(layers):
         # The previous layer is packed by now, so the pages of its weight file are no longer needed.
         release_mapped_weights()
         module = modules.pop(0)
-        if own is Dropped.BLOCK:
+        if heads is Dropped.BLOCK:
             continue
         half = feed_forward(module)
-        if isinstance(own, LayerHeads):
-            built.append(replace(attention(module, number, own), halves=(half,)))
+        if isinstance(heads, LayerHeads):
+            built.append(replace(attention(module, number, heads), halves=(half,)))
         elif built:
             built[-1] = replace(built[-1], halves=(*built[-1].halves, half))
         else:

@@ -101,7 +101,9 @@ def with_heads(model: PackedModel, checkpoint: Checkpoint, heads: Sequence[Layer
     projections (DeepSeek).
     """
     with quantizing(checkpoint.quantization):
-        layers = [layer.with_heads(own) for layer, own in zip(model.layers, heads, strict=True)]
+        layers = [
+            layer.with_heads(layer_heads) for layer, layer_heads in zip(model.layers, heads, strict=True)
+        ]
     return replace(model, layers=layers)
 
 

@@ -105,10 +105,10 @@ class PackedModel:
         if not refitted:
             return layer.finish(hidden, context)
         assert self.refitted is not None
-        own = self.refitted[number].finish(hidden[:refitted], context[:refitted])
+        refitted_rows = self.refitted[number].finish(hidden[:refitted], context[:refitted])
         if refitted == len(hidden):
-            return own
-        return torch.cat([own, layer.finish(hidden[refitted:], context[refitted:])])
+            return refitted_rows
+        return torch.cat([refitted_rows, layer.finish(hidden[refitted:], context[refitted:])])
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of the feature projector: what the first layer's attention reads."""

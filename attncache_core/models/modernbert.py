@@ -34,15 +34,15 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) 
     base, config = model.base_model, model.config
     rotary = LayerRotary(base.rotary_emb, config)
 
-    def attention(module: Any, number: int, own: LayerHeads) -> AttentionLayer:
+    def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         is_local = config.layer_types[number] == "sliding_attention"
         reach = config.sliding_window if is_local else None
         query, key, value = LinearWeights.from_module(module.attn.Wqkv).split(3)
         return AttentionLayer(
-            own.order,
-            own.reused,
-            Projections(query, key, value, own, rotary=rotary[number]),
-            output_projection(LinearWeights.from_module(module.attn.Wo), own),
+            heads.order,
+            heads.reused,
+            Projections(query, key, value, heads, rotary=rotary[number]),
+            output_projection(LinearWeights.from_module(module.attn.Wo), heads),
             Norms(input=module.attn_norm),
             AttentionMask(module.attn.head_dim**-0.5, before=reach, after=reach),
         )

@@ -35,7 +35,7 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> Pa
         dense_head(getattr(model, "classifier", None)),
         _parts,
         activation=base.config.hidden_act,
-        score_terms=lambda _, own: ScoreTerms(bias=biases[own.order]),
+        score_terms=lambda _, heads: ScoreTerms(bias=biases[heads.order]),
     )
 
 

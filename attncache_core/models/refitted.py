@@ -84,12 +84,12 @@ def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> li
     layers = refittable_layers(model)
     if layers is None or len(layers) != len(products):
         raise ValueError("the refitted weights are of another model")
-    for layer, own in zip(layers, products, strict=True):
+    for layer, of_layer in zip(layers, products, strict=True):
         held = last_products(layer)
         assert held is not None
-        if any(new.weight.shape != old.weight.shape for new, old in zip(own, held, strict=True)):
+        if any(new.weight.shape != old.weight.shape for new, old in zip(of_layer, held, strict=True)):
             raise ValueError("the refitted weights have other shapes than the model's")
-    return [with_last_products(layer, own) for layer, own in zip(layers, products, strict=True)]
+    return [with_last_products(layer, of_layer) for layer, of_layer in zip(layers, products, strict=True)]
 
 
 def _plain_weights(linear: Linear) -> LinearWeights | None:

@@ -83,11 +83,12 @@ class LayerRotary:
         # Some models have one set of angles for layers with a window and another for the other layers.
         parameters = config.rope_parameters
         self._by_type = "rope_theta" not in parameters
-        for own in parameters.values() if self._by_type else [parameters]:
-            if own["rope_type"] not in _ROTARY_TYPES:
+        for angles in parameters.values() if self._by_type else [parameters]:
+            if angles["rope_type"] not in _ROTARY_TYPES:
                 raise UnsupportedModel(
-                    f"rotary positions of the type {own['rope_type']!r} (rope_type in config.json) depend on "
-                    f"the longest text of a batch and are not served; served are: {', '.join(_ROTARY_TYPES)}",
+                    f"rotary positions of the type {angles['rope_type']!r} (rope_type in config.json) depend "
+                    "on the longest text of a batch and are not served; served are: "
+                    f"{', '.join(_ROTARY_TYPES)}",
                     field="model",
                 )
         self._module = module

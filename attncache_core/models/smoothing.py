@@ -67,14 +67,14 @@ def smooth(model: nn.Module, sequences: Sequence[Sequence[int]]) -> None:
     base = getattr(model, "base_model", model)
     peaks = {module: _Peaks() for module in base.modules() if type(module) is nn.Linear}
     with ExitStack() as hooks:
-        for module, own in peaks.items():
-            hooks.enter_context(module.register_forward_pre_hook(own.note))
+        for module, peak in peaks.items():
+            hooks.enter_context(module.register_forward_pre_hook(peak.note))
         for ids in _batches(sequences):
-            for own in peaks.values():
-                own.is_noted = False
+            for peak in peaks.values():
+                peak.is_noted = False
             base(ids)
     tokens = sum(map(len, sequences))
-    reached = [module for module, own in peaks.items() if own.tokens == tokens > 0]
+    reached = [module for module, peak in peaks.items() if peak.tokens == tokens > 0]
     while reached:
         # Layers with equal maxima read the same tensor.
         x = peaks[reached[0]].largest
@@ -114,8 +114,8 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each column, float32; NaN and infinities count as 0."""
-    least, most = rows.aminmax(dim=0)
-    largest = torch.maximum(-least, most).float()
+    low, high = rows.aminmax(dim=0)
+    largest = torch.maximum(-low, high).float()
     if largest.isfinite().all():
         return largest
     return rows.abs().nan_to_num(0, 0, 0).amax(dim=0).float()

@@ -30,7 +30,7 @@ typedef struct {
     tensor query, key;         // heads of `key_width` elements; unused if maps are given
     tensor value, context;     // heads of `width` elements
     const int64_t *offsets;    // [sequences + 1] first token of each sequence
-    const char *const *maps;   // [sequences] given maps, square or packed; null to compute the maps
+    const char *const *maps;   // [sequences] reused maps, square or packed; null to compute the maps
     char *const *kept;         // [sequences] destinations of computed maps, of `type`; null to discard them
     const int64_t *runs;       // [tasks per head + 1] first sequence of each run; a run shares its maps
     // [rows] the token that each row of Q belongs to, rising, for rows that attend to given tokens only; or null
@@ -39,10 +39,10 @@ typedef struct {
     const float *bias;
     distance_term query_term, key_term;  // of the products before the scale; for maps of whole sequences
     int32_t run_count, heads, key_width, width;
-    int32_t type, map_type;    // number_type of Q, K, V and context, and of given maps
+    int32_t type, map_type;    // number_type of Q, K, V and context, and of reused maps
     int32_t before, after;     // how many tokens before and after itself a token attends to
     int32_t bias_positions;
-    int32_t packed;            // whether given maps are lower triangles, row by row
+    int32_t packed;            // whether reused maps are lower triangles, row by row
     float scale;
     int32_t threads;
     // Set by `attend`, for the pool.
@@ -214,6 +214,6 @@ void attend(attention *job) {
 #include "pooling.h"
 #include "states.h"
 #include "stack.h"
-#include "ways.h"
+#include "partitioning.h"
 #include "normalizers.h"
 #include "search.h"

@@ -54,14 +54,14 @@ INLINE floats products_at(const distance_term *term, const float *products, int 
 }
 
 // Begin the scores [rows, columns] of the tokens from `row` on with the first term, for columns from `first` on, added
-// to what `other` holds, rows of `other_row`; or null. products: [rows, own.count], of Q with the columns `own`.
-static void begin_with_query_term(const distance_term *term, const float *products, column_range own, int row, int rows,
+// to what `other` holds, rows of `other_row`; or null. products: [rows, range.count], of Q with the columns `range`.
+static void begin_with_query_term(const distance_term *term, const float *products, column_range range, int row, int rows,
                                   int first, int columns, const float *other, int other_row, float *scores) {
     for (int at = 0; at < columns; at += LANES) {
         const int distance = first + at - row;
         const int has_own = has_own_rows(term, distance - rows + 1, distance + LANES - 1);
         for (int r = 0; r < rows; r++) {
-            const float *of_row = products + (size_t)r * own.count - own.first;
+            const float *of_row = products + (size_t)r * range.count - range.first;
             floats score = has_own ? products_at(term, of_row, distance - r, 1)
                                    : products_at(term, of_row, distance - r, 0);
             if (other) score += *(const floats *)(other + (size_t)r * other_row + at);

@@ -157,13 +157,13 @@ static void NAME(multiply_key_term)(const attention *job, const NAME(task) *task
     const int first = columns_within(term, length).first;
     for (int token = 0; token < length; token += ROWS) {
         const int count = smaller(length - token, ROWS);
-        const column_range own = columns_of(term, 1 - token - count, length - 1 - token);
+        const column_range range = columns_of(term, 1 - token - count, length - 1 - token);
         NAME(copy_rows)(head_of(job->key, task->first_token + token, task->head, bytes),
                         (size_t)job->key.token * bytes, job->type, count, job->key_width, task->query, key_columns);
-        NAME(product)((const char *)task->query, (size_t)key_columns * 4, count, term->table + own.first,
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, count, term->table + range.first,
                       term->columns, job->key_width / NUMBERS,
-                      task->of_key + (size_t)token * task->of_key_row + (own.first - first), task->of_key_row,
-                      own.count, 0);
+                      task->of_key + (size_t)token * task->of_key_row + (range.first - first), task->of_key_row,
+                      range.count, 0);
     }
 }
 
@@ -180,10 +180,10 @@ static void NAME(begin_scores)(const attention *job, const NAME(task) *task, con
     }
     if (by_query->table) {
         const int last = smaller(tile->first + tile->columns, length) - 1;
-        const column_range own = columns_of(by_query, tile->first - tile->row - tile->rows + 1, last - tile->row);
-        NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, by_query->table + own.first,
-                      by_query->columns, job->key_width / NUMBERS, task->of_query, own.count, own.count, 0);
-        begin_with_query_term(by_query, task->of_query, own, tile->row, tile->rows, tile->first, tile->columns, other,
+        const column_range range = columns_of(by_query, tile->first - tile->row - tile->rows + 1, last - tile->row);
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, by_query->table + range.first,
+                      by_query->columns, job->key_width / NUMBERS, task->of_query, range.count, range.count, 0);
+        begin_with_query_term(by_query, task->of_query, range, tile->row, tile->rows, tile->first, tile->columns, other,
                               task->columns + LANES, task->scores);
         return;
     }
@@ -343,8 +343,8 @@ static void NAME(lay_out_given)(const attention *job, NAME(task) *task, const gi
         const char *key = given->blocks[block] + given->key, *value = given->blocks[block] + given->value;
         for (int token = 0; turned && token < count; token++) {
             const size_t angles = (size_t)(start + token) * given->half;
-            char *own = memcpy(turned + token * key_bytes, key + token * given->slot, key_bytes);
-            rotate_head(own, given->cosine + angles, given->sine + angles, given->half, job->type);
+            char *turned_key = memcpy(turned + token * key_bytes, key + token * given->slot, key_bytes);
+            rotate_head(turned_key, given->cosine + angles, given->sine + angles, given->half, job->type);
         }
         NAME(lay_out_key)(turned ? turned : key, turned ? key_bytes : given->slot, job->type, count,
                           job->key_width, task->key + start, task->columns);

@@ -59,8 +59,8 @@ static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type
     (void)type;
     if (start % 2) {
         for (int at = 0; at < width; at += LANES) {
-            const words own = __builtin_convertvector(*(const halves_unaligned *)(from + 2 * at), words) << 16;
-            *(words *)(to + at) = (*(words *)(to + at) & 0xffff) | own;
+            const words high = __builtin_convertvector(*(const halves_unaligned *)(from + 2 * at), words) << 16;
+            *(words *)(to + at) = (*(words *)(to + at) & 0xffff) | high;
         }
         length--;
         from += from_bytes;

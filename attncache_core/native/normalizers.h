@@ -35,15 +35,15 @@ static void normalize_rows(void *data, int phase_number, int unit) {
                             0};
         multiply(m, x, rows, panel, smaller(panel + PANELS_NORMALIZED, panels), &end);
         for (int r = 0; r < rows; r++) {
-            const float *own = outputs + (size_t)r * width;
+            const float *row = outputs + (size_t)r * width;
             floats most = every(largest[r]), sum = every(0);
             for (int at = 0; at < count; at += LANES) {
-                const floats part = load_some((const char *)(own + at), FLOAT32, count - at);
+                const floats part = load_some((const char *)(row + at), FLOAT32, count - at);
                 most = larger(either(lanes_below(count - at), part, most), most);
             }
             const float now = largest_lane(most);
             for (int at = 0; at < count; at += LANES) {
-                const floats part = load_some((const char *)(own + at), FLOAT32, count - at);
+                const floats part = load_some((const char *)(row + at), FLOAT32, count - at);
                 sum += either(lanes_below(count - at), exponential(part - now), every(0));
             }
             const float before = sums[r] == 0.0f ? 0.0f : sums[r] * exponential(every(largest[r] - now))[0];
@@ -56,7 +56,7 @@ static void normalize_rows(void *data, int phase_number, int unit) {
 void run_normalizers(normalizer_job *job) {
     const int32_t units = (int32_t)((job->rows + ROWS_NORMALIZED - 1) / ROWS_NORMALIZED);
     const int threads = smaller(free_threads(job->threads), units);
-    team_job *own = threads > 1 ? take_job(0) : 0;
-    run_team(own, normalize_rows, job, &units, 1, threads, 0);
-    if (own) leave_job(own);
+    team_job *shared = threads > 1 ? take_job(0) : 0;
+    run_team(shared, normalize_rows, job, &units, 1, threads, 0);
+    if (shared) leave_job(shared);
 }

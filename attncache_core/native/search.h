@@ -123,7 +123,7 @@ static void write_nearest(const search_job *job, int64_t sequence, const float *
 static void search_group_of(const search_job *job, const search_group *group, int64_t sequence, const float *tokens) {
     const int dimensions = job->second_layer->outputs;
     const size_t numbers = (size_t)group->length * (size_t)job->first_layer->outputs;
-    const record_vectors *own = job->vectors + group->length;
+    const record_vectors *vectors = job->vectors + group->length;
     for (int64_t first = 0; first < group->count; first += TILE) {
         const int rows = group->count - first < TILE ? (int)(group->count - first) : TILE;
         float *features = job->features + (size_t)(sequence + first) * (size_t)dimensions;
@@ -132,8 +132,9 @@ static void search_group_of(const search_job *job, const search_group *group, in
         for (int r = 0; r < rows; r++)
             for (int kind = 0; kind < RECORD_KINDS; kind++)
                 found[r][kind] = (nearest_record){__builtin_inff(), -1};
-        compare(features, rows, own->stored, own->stored_count, dimensions, 0, 0, found);
-        compare(features, rows, own->synthetic, own->synthetic_count, dimensions, own->kinds, own->records, found);
+        compare(features, rows, vectors->stored, vectors->stored_count, dimensions, 0, 0, found);
+        compare(features, rows, vectors->synthetic, vectors->synthetic_count, dimensions, vectors->kinds,
+                vectors->records, found);
         for (int r = 0; r < rows; r++)
             write_nearest(job, sequence + first + r, features + (size_t)r * (size_t)dimensions, found[r]);
     }
@@ -219,10 +220,10 @@ static void choose_record(const choice_job *job, const kind_policy *policies, in
 void choose_records(const choice_job *job) {
     int64_t sequence = 0;
     for (const search_group *group = job->groups; group < job->groups + job->group_count; group++) {
-        int64_t own = 0;
-        while (own < job->policy_count - 1 && job->bounds[own] < group->length) own++;
+        int64_t policy = 0;
+        while (policy < job->policy_count - 1 && job->bounds[policy] < group->length) policy++;
         for (int64_t i = 0; i < group->count; i++)
-            choose_record(job, job->policies + own * RECORD_KINDS, sequence++, group->first + i);
+            choose_record(job, job->policies + policy * RECORD_KINDS, sequence++, group->first + i);
     }
 }
 

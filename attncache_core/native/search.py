@@ -98,9 +98,11 @@ class NativeSearch:
         self._kept = first_layer, second_layer, dict(vectors)
         self._table = (_Vectors * (max(vectors, default=0) + 1))()
         assert (len(self._table) - 1) * first_layer.outputs <= second_layer.inputs
-        for length, own in vectors.items():
-            assert own.stored.shape[1] == own.synthetic.shape[1] == self._dimensions
-            self._table[length] = _Vectors(*map(address, own), len(own.stored), len(own.synthetic))
+        for length, of_length in vectors.items():
+            assert of_length.stored.shape[1] == of_length.synthetic.shape[1] == self._dimensions
+            self._table[length] = _Vectors(
+                *map(address, of_length), len(of_length.stored), len(of_length.synthetic)
+            )
         self._job = _Search(
             first_layer=ctypes.addressof(first_layer.matrix),
             second_layer=ctypes.addressof(second_layer.matrix),

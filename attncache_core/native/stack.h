@@ -6,11 +6,11 @@
 //   finish     output projection, residual, norm; then the feed-forward half
 //   pool       one vector for each sequence (pooling.h, states.h), behind the last layer
 //
-// The stack runs in one of three ways (ways.h):
+// The work of the stack is partitioned in one of three ways (partitioning.h):
 //   blocks     many rows: a block of some whole sequences passes through all layers on one thread
 //   rows       long sequences: every thread takes some rows, or some heads, of each part of a layer
 //   columns    few rows: every thread takes some columns of each product, or some heads
-// A row's numbers do not depend on the way, because no sum is ever split.
+// The numbers of a row do not depend on the partitioning, because no sum is ever split.
 #pragma once
 
 typedef struct {
@@ -30,7 +30,7 @@ typedef struct {
     matrix refitted_output, refitted_down;
     norm forward_before, forward_branch, forward_after;
     float scale;
-    int32_t heads, reused;        // the first `reused` heads take given maps for hits
+    int32_t heads, reused;        // the first `reused` heads take reused maps for hits
     int32_t keys_always, keys_misses, values;  // numbers of key heads in the two products, and of value heads
     int32_t width, value_width;   // of a head of Q and K, and of V
     int32_t half, angles;         // half the rotary dimensions, and the number of their table; -1: no rotation
@@ -67,8 +67,8 @@ typedef struct {
     const float *const *angles;   // [tables, 2] the cosines and sines [positions, half] of each table
     const char *const *maps;      // [hits] the record of each hit, in 16 bits
     int32_t first, last;          // the layers from first to last - 1
-    int32_t width, count, hits;   // number of trees; the first `hits` of them are sequences with given maps
-    int32_t type, map_type;       // number_type of Q, K, V and context, and of given maps
+    int32_t width, count, hits;   // number of trees; the first `hits` of them are sequences with reused maps
+    int32_t type, map_type;       // number_type of Q, K, V and context, and of reused maps
     int32_t packed, threads;
     int32_t widest;               // the largest width of an operand or of a feed-forward half
     int32_t refitted;             // the first `refitted` of the hits take the refitted weights
@@ -177,8 +177,8 @@ static void place_heads(const block *b, const stack_layer *layer, char *at, int 
         const int64_t angles = b->job->positions[b->first_row + r] * layer->half;
         char *head = at + (size_t)r * row_elements * bytes;
         for (int h = 0; h < queries + keys; h++, head += head_bytes) {
-            const norm *own = h < queries ? &layer->query : &layer->key;
-            if (own->kind) norm_row(own, head, head, layer->width, type);
+            const norm *head_norm = h < queries ? &layer->query : &layer->key;
+            if (head_norm->kind) norm_row(head_norm, head, head, layer->width, type);
             if (h >= queries) keep(b, layer, r, (size_t)(h - queries) * head_bytes, head, head_bytes);
             if (table) rotate_head(head, table[0] + angles, table[1] + angles, layer->half, type);
         }
@@ -264,13 +264,13 @@ static void attend_heads(const block *b, const stack_layer *layer, int number, i
     const int row = is_reused ? b->misses_row : b->always_row;
     char *query = is_reused ? b->misses : b->always + (size_t)layer->values * layer->value_width * bytes;
     char *key = query + (size_t)queries * layer->width * bytes;
-    const int own = is_reused ? head : head - layer->reused;
+    const int place = is_reused ? head : head - layer->reused;
     const int64_t length = first_row(job, tree + 1) - first_row(job, tree), offsets[2] = {0, length},
                   runs[2] = {0, 1};
     // Where row 0 of the task is: the first row of the sequence, or for trees the first row of the job.
     const int64_t at = job->trees ? -b->first_row : first_row(job, tree) - b->first_row;
     attention task = {
-        .query = {query + (at * row + own * layer->width) * (int64_t)bytes, row, layer->width},
+        .query = {query + (at * row + place * layer->width) * (int64_t)bytes, row, layer->width},
         .key = {key + (at * row + layer->key_heads[head] * layer->width) * (int64_t)bytes, row, 0},
         .value = {b->always + (at * b->always_row + layer->value_heads[head] * layer->value_width) * (int64_t)bytes,
                   b->always_row, 0},
@@ -377,9 +377,9 @@ INLINE int refitted_rows(const block *b, int first, int rows) {
 
 // See finish_rows_with. Rows with refitted weights come first.
 static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
-    const int own = refitted_rows(b, first, rows);
+    const int refitted_count = refitted_rows(b, first, rows);
     for (int r = 1; r >= 0; r--) {
-        const int from = r ? first : first + own, count = r ? own : rows - own;
+        const int from = r ? first : first + refitted_count, count = r ? refitted_count : rows - refitted_count;
         if (count) finish_rows_with(b, layer, chosen(&layer->output, &layer->refitted_output, r),
                                     chosen(&layer->down, &layer->refitted_down, r), from, count, space);
     }

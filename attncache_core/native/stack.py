@@ -1,7 +1,7 @@
 """Python binding of stack.h: all layers of a model on packed rows, in one call.
 
 layers (stack_layers.py)                          -> CompiledStack
-batches -> StackRows, GivenRecords, KeyValueSlots -> CompiledStack.run -> Counts
+batches -> StackRows, ReusedRecords, KeyValueSlots -> CompiledStack.run -> Counts
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKEN_ERRORS = {
 
 
 @dataclass(frozen=True)
-class GivenRecords:
+class ReusedRecords:
     """The records whose maps are given to the first sequences of a batch."""
 
     addresses: np.ndarray  # uint64 [hits], the address of each record
@@ -128,7 +128,7 @@ class Counts:
     attention_seconds: float
 
 
-NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
+NO_RECORDS = ReusedRecords(np.zeros(0, dtype=np.uint64))
 
 
 _RESULTS = ("multiplications", "map_rows", "attention_nanoseconds", "busy_nanoseconds")
@@ -242,7 +242,7 @@ class CompiledStack:
         hidden: torch.Tensor | None,
         rows: StackRows,
         layers: range,
-        given: GivenRecords = NO_RECORDS,
+        records: ReusedRecords = NO_RECORDS,
         threads: int | None = None,
         slots: KeyValueSlots | None = None,
     ) -> tuple[torch.Tensor, Counts]:
@@ -264,8 +264,8 @@ class CompiledStack:
         job.hidden = hidden.data_ptr()
         if rows.trees is not None:
             self._set_trees(job, rows)
-        if len(given.addresses):
-            self._set_records(job, rows, given)
+        if len(records.addresses):
+            self._set_records(job, rows, records)
         self._set_slots(job, rows, slots)
         return hidden, self._run_job(job, rows)
 
@@ -273,7 +273,7 @@ class CompiledStack:
         self,
         rows: StackRows,
         threads: int,
-        given: GivenRecords = NO_RECORDS,
+        records: ReusedRecords = NO_RECORDS,
         slots: KeyValueSlots | None = None,
         hidden: torch.Tensor | None = None,
     ) -> tuple[Pooled, Counts]:
@@ -293,8 +293,8 @@ class CompiledStack:
             self._set_trees(job, rows)
             trees = _TreePooling.of(rows.pooling)
             job.tree_pooling, count = ctypes.addressof(trees), trees.count
-        if len(given.addresses):
-            self._set_records(job, rows, given)
+        if len(records.addresses):
+            self._set_records(job, rows, records)
         self._set_slots(job, rows, slots)
         shape = count, self._layout.pooling.modes * self._width
         pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
@@ -370,14 +370,16 @@ class CompiledStack:
         if slots.written is not None:
             job.written = address(slots.written)
 
-    def _set_records(self, job: _Job, rows: StackRows, given: GivenRecords) -> None:
+    def _set_records(self, job: _Job, rows: StackRows, records: ReusedRecords) -> None:
         assert rows.trees is None
-        described = self._described.get(given.heads_before)
+        described = self._described.get(records.heads_before)
         if described is None:
-            described = self._described.setdefault(given.heads_before, self._with_places(given.heads_before))
-        job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
-        job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
-        job.packed, job.refitted = given.packed, given.refitted
+            described = self._described.setdefault(
+                records.heads_before, self._with_places(records.heads_before)
+            )
+        job.layers, job.hits = ctypes.addressof(described), len(records.addresses)
+        job.maps, job.map_type = address(records.addresses), NUMBER_TYPES[records.dtype]
+        job.packed, job.refitted = records.packed, records.refitted
 
     def _with_places(self, heads_before: tuple[int, ...]) -> ctypes.Array[LayerFields]:
         """Return the structures of the layers, with the places of their maps in records."""

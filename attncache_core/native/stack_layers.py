@@ -167,8 +167,8 @@ class StackLayout:
         sizes = [max(1, len(halves)) for _, halves in layers]
         self.starts = [0, *accumulate(sizes)]  # of each layer, and their end
         self.layers = (LayerFields * self.starts[-1])()
-        for own in self.layers:
-            own.angles = -1
+        for layer in self.layers:
+            layer.angles = -1
         for number, (start, (attention, halves)) in enumerate(zip(self.starts, layers, strict=False)):
             self.layers[start].number = number
             self._set_attention(self.layers[start], attention)
@@ -193,51 +193,51 @@ class StackLayout:
         self._set_norms(made, ("last",), (pooling.norm,))
         return made
 
-    def _set_attention(self, own: LayerFields, half: AttentionHalf) -> None:
-        own.always, own.output = half.always.packed.matrix, half.output.matrix
-        own.keys_always, own.values = half.always.keys, half.values
+    def _set_attention(self, made: LayerFields, half: AttentionHalf) -> None:
+        made.always, made.output = half.always.packed.matrix, half.output.matrix
+        made.keys_always, made.values = half.always.keys, half.values
         if half.refitted_output:
-            own.refitted_output = half.refitted_output.matrix
+            made.refitted_output = half.refitted_output.matrix
         key_heads = list(half.always.key_heads)
         if half.misses:
-            own.misses, own.keys_misses = half.misses.packed.matrix, half.misses.keys
+            made.misses, made.keys_misses = half.misses.packed.matrix, half.misses.keys
             key_heads = [*half.misses.key_heads, *key_heads]
-        own.key_heads, own.value_heads = self._integers(key_heads), self._integers(half.value_heads)
-        own.heads, own.reused = len(half.value_heads), half.reused
-        own.width, own.value_width, own.scale = half.width, half.value_width, half.scale
-        own.reach_before = NO_BOUND if half.before is None else min(half.before, NO_BOUND)
-        own.reach_after = NO_BOUND if half.after is None else min(half.after, NO_BOUND)
+        made.key_heads, made.value_heads = self._integers(key_heads), self._integers(half.value_heads)
+        made.heads, made.reused = len(half.value_heads), half.reused
+        made.width, made.value_width, made.scale = half.width, half.value_width, half.scale
+        made.reach_before = NO_BOUND if half.before is None else min(half.before, NO_BOUND)
+        made.reach_after = NO_BOUND if half.after is None else min(half.after, NO_BOUND)
         norms = (half.input_norm, half.branch_norm, half.output_norm, half.query_norm, half.key_norm)
-        self._set_norms(own, _NORMS, norms)
+        self._set_norms(made, _NORMS, norms)
         if half.angles:
             if half.angles not in self.angles:
                 self.angles.append(half.angles)
-            own.angles, own.half = self.angles.index(half.angles), half.half
+            made.angles, made.half = self.angles.index(half.angles), half.half
         if half.bias is not None:
-            own.bias, own.bias_positions = self._floats(half.bias), (half.bias.shape[1] + 1) // 2
+            made.bias, made.bias_positions = self._floats(half.bias), (half.bias.shape[1] + 1) // 2
         pairs = bool(self._pairs_of(self._number_type, half.width, half.value_width))
         for name in ("query_term", "key_term"):
             term = getattr(half, name)
             if term is not None:
-                setattr(own, name, self._distance_term(term, pairs))
+                setattr(made, name, self._distance_term(term, pairs))
 
-    def _set_forward(self, own: LayerFields, half: ForwardHalf) -> None:
-        own.up, own.down = half.up.matrix, half.down.matrix
+    def _set_forward(self, made: LayerFields, half: ForwardHalf) -> None:
+        made.up, made.down = half.up.matrix, half.down.matrix
         if half.gate:
-            own.gate = half.gate.matrix
+            made.gate = half.gate.matrix
         if half.refitted_down:
-            own.refitted_down = half.refitted_down.matrix
-        own.activation = ACTIVATION_NUMBERS[half.activation]
-        self._set_norms(own, _FORWARD_NORMS, (half.input_norm, half.branch_norm, half.output_norm))
+            made.refitted_down = half.refitted_down.matrix
+        made.activation = ACTIVATION_NUMBERS[half.activation]
+        self._set_norms(made, _FORWARD_NORMS, (half.input_norm, half.branch_norm, half.output_norm))
 
     def _set_norms(
-        self, own: ctypes.Structure, names: Sequence[str], norms: Sequence[CompiledNorm | None]
+        self, made: ctypes.Structure, names: Sequence[str], norms: Sequence[CompiledNorm | None]
     ) -> None:
         for name, norm in zip(names, norms, strict=True):
             if norm:
                 bias = None if norm.bias is None else self._floats(norm.bias)
                 kind = 1 if norm.subtracts_mean else 2
-                setattr(own, name, NormFields(self._floats(norm.weight), bias, norm.epsilon, kind))
+                setattr(made, name, NormFields(self._floats(norm.weight), bias, norm.epsilon, kind))
 
     def _distance_term(self, term: DistanceTerm, pairs: bool) -> DistanceTermFields:
         """Lay out a term as distances.h reads it."""

@@ -56,7 +56,7 @@ _HIT_CODES = np.array([_ALL.index(_HITS[kind]) for kind in RecordKind])  # by Re
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """The maps that are given to a batch. All arrays are in the packed order of the batch.
+    """The maps that a batch reuses. All arrays are in the packed order of the batch.
 
     A sequence with a record takes the maps of the reuse mask's heads from the record. Every other map is
     computed.

@@ -84,9 +84,9 @@ def require_short(characters: int, max_tokens: int, field: str) -> None:
 
 def require_short_labels(labels: Sequence[str], max_tokens: int) -> None:
     """Raise InvalidInput, which names the label, if a label can leave no room for an input."""
-    most = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens
+    maximum = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens
     for index, label in enumerate(labels):
-        if len(label) > most:
+        if len(label) > maximum:
             raise no_room(max_tokens, f"labels[{index}]")
 
 
@@ -122,24 +122,24 @@ def too_long(room: int, index: int) -> InputTooLong:
 
 def require_few_characters(template: Template, texts: int, max_total_tokens: int) -> None:
     """Raise InputTooLong if a template around this many texts must exceed `max_total_tokens` tokens."""
-    most, own = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
-    if own * texts > most:
+    maximum, around = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
+    if around * texts > maximum:
         raise InputTooLong(
-            f"the template has {own} characters, and with {texts} inputs at most {most // texts} are "
+            f"the template has {around} characters, and with {texts} inputs at most {maximum // texts} are "
             "accepted; send fewer inputs or a shorter template",
-            field="template" if own > most else "inputs",
+            field="template" if around > maximum else "inputs",
         )
 
 
 def require_few_label_characters(before: int, labels: Sequence[str]) -> None:
     """Raise InputTooLong if labels have too many characters; `before` characters are added to each label."""
-    repeated, own = before * len(labels), sum(map(len, labels))
-    if repeated + own > _MAX_LABEL_CHARACTERS:
+    repeated, single = before * len(labels), sum(map(len, labels))
+    if repeated + single > _MAX_LABEL_CHARACTERS:
         raise InputTooLong(
-            f"labels, each counted with the template's text before it, have {repeated + own} characters in "
-            f"total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
-            "send fewer or shorter labels",
-            field="template" if repeated > own else "labels",
+            f"labels, each counted with the template's text before it, have {repeated + single} characters "
+            f"in total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, "
+            "or send fewer or shorter labels",
+            field="template" if repeated > single else "labels",
         )
 
 
@@ -151,12 +151,12 @@ def no_room(max_tokens: int, field: str) -> InvalidInput:
     )
 
 
-def too_many(tokens: int, most: int, field: str) -> InputTooLong:
+def too_many(tokens: int, maximum: int, field: str) -> InputTooLong:
     """Return the error for sequences with more tokens together than a request may have."""
     shorten = (
         "send fewer or shorter labels or inputs" if field == "labels" else "send fewer or shorter inputs"
     )
     return InputTooLong(
-        f"{field} make sequences with {tokens} tokens or more, and a request may have {most}: {shorten}",
+        f"{field} make sequences with {tokens} tokens or more, and a request may have {maximum}: {shorten}",
         field=field,
     )

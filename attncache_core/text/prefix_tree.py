@@ -83,13 +83,13 @@ class PrefixTree:
         lengths: list[int] = []
         runs: list[int] = []  # the new index of each run
         for first, end in pairwise(self.trees.tolist()):
-            if given := int(self.starts[first]):
+            if cached := int(self.starts[first]):
                 parents.append(-1)
                 starts.append(0)
-                lengths.append(given)
+                lengths.append(cached)
             for run in range(first, end):
                 parent = int(self.parents[run])
-                parents.append(runs[parent] if parent >= 0 else len(parents) - 1 if given else -1)
+                parents.append(runs[parent] if parent >= 0 else len(parents) - 1 if cached else -1)
                 starts.append(int(self.starts[run]))
                 lengths.append(int(self.offsets[run + 1] - self.offsets[run]))
                 runs.append(len(parents) - 1)
@@ -192,12 +192,12 @@ class PrefixTree:
         while (run := int(self.parents[run])) >= 0:
             path.append(np.arange(self.offsets[run], self.offsets[run + 1]))
         before = np.concatenate(path[::-1])
-        own = np.arange(rows.start, rows.stop)
-        last = self.offsets[self.descendants_end[self._run_of[own]]]  # of the rows that see each row
-        inside = (own <= own[:, None]) & (own[:, None] < last)
-        visible = np.concatenate([np.ones((len(own), len(before)), dtype=bool), inside], axis=1)
-        positions = self._positions[np.concatenate([before, own])]
-        visible &= self._positions[own][:, None] - positions <= reach
+        indices = np.arange(rows.start, rows.stop)
+        last = self.offsets[self.descendants_end[self._run_of[indices]]]  # of the rows that see each row
+        inside = (indices <= indices[:, None]) & (indices[:, None] < last)
+        visible = np.concatenate([np.ones((len(indices), len(before)), dtype=bool), inside], axis=1)
+        positions = self._positions[np.concatenate([before, indices])]
+        visible &= self._positions[indices][:, None] - positions <= reach
         return Block(rows, torch.from_numpy(before).to(device), torch.from_numpy(visible).to(device))
 
 
@@ -224,17 +224,17 @@ def shared_prefixes(
 
 
 def continued_prefixes(
-    sequences: Sequence[Sequence[int]], groups: Sequence[Hashable], given: Sequence[int]
+    sequences: Sequence[Sequence[int]], groups: Sequence[Hashable], cached: Sequence[int]
 ) -> SharedPrefixes:
     """Return the tree of sequences of which the first given[i] tokens are no rows of the tree.
 
     sequences: the other tokens of each sequence, at least one. groups: sequences share prefixes only inside a
     group, and all sequences of a group have the same given tokens.
     """
-    found = _forest(sequences, _numbered(groups), np.asarray(given, dtype=np.int64))
+    found = _forest(sequences, _numbered(groups), np.asarray(cached, dtype=np.int64))
     tree = found.tree
     starts = np.zeros(len(tree.parents), dtype=np.int64)
-    starts[tree.ends] = np.asarray(given, dtype=np.int64)[found.order]
+    starts[tree.ends] = np.asarray(cached, dtype=np.int64)[found.order]
     # A root has the given tokens of any sequence that ends below it, and passes them on to its descendants.
     roots = tree.trees[:-1]
     of_trees = np.maximum.reduceat(starts, roots)
@@ -247,7 +247,7 @@ def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(group, len(numbers)) for group in groups], dtype=np.int64)
 
 
-def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray, given: np.ndarray) -> SharedPrefixes:
+def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray, cached: np.ndarray) -> SharedPrefixes:
     """Return the tree of sequences, which share prefixes where it pays, inside their groups (int64 [n]).
 
     given: the tokens in front of each sequence that are no rows, int64 [n]; equal inside a group.
@@ -259,7 +259,7 @@ def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray, given: np.nd
     lengths, firsts, groups = lengths[order], firsts[order], groups[order]
     common = _common_with_previous(flat, firsts, lengths)
     common[1:][groups[1:] != groups[:-1]] = 0
-    shared = _worthwhile(common, lengths, given[order])
+    shared = _worthwhile(common, lengths, cached[order])
     added = lengths - shared
     sources = np.repeat(firsts + shared, added) + _counted(added)
     return SharedPrefixes(flat[sources], order, _tree(shared, added))
@@ -307,7 +307,7 @@ def _counted(counts: np.ndarray) -> np.ndarray:
     return counted
 
 
-def _worthwhile(shared: np.ndarray, lengths: np.ndarray, given: np.ndarray) -> np.ndarray:
+def _worthwhile(shared: np.ndarray, lengths: np.ndarray, cached: np.ndarray) -> np.ndarray:
     """Return `shared` with 0 where two trees are better than one; see _MIN_SAVING.
 
     shared: tokens that each sorted sequence shares with the previous sequence. given: tokens in front of it.
@@ -324,7 +324,7 @@ def _worthwhile(shared: np.ndarray, lengths: np.ndarray, given: np.ndarray) -> n
         root = int(inner.min())
         joints = first + 1 + np.flatnonzero(inner == root)
         distinct = int(ends[end] - ends[first] + shared[first])
-        saved = (root + int(given[first])) * len(joints)
+        saved = (root + int(cached[first])) * len(joints)
         if saved * _MIN_SAVING < distinct or not root:
             kept[joints] = 0
             pending += pairwise([first, *joints.tolist(), end])

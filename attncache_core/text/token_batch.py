@@ -163,10 +163,10 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     order = lengths.argsort(kind="stable")
     ordered = [sequences[index] for index in order.tolist()]
     ids = np.fromiter(chain.from_iterable(ordered), dtype=np.int64, count=int(lengths.sum()))
-    own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
+    in_order = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
     types = packed_types(ordered)
     tensor = None if types is None else torch.from_numpy(types)
-    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own, types=tensor)
+    return TokenBatch(torch.from_numpy(ids), lengths[order], order, in_order, types=tensor)
 
 
 def require_tokens(lengths: np.ndarray) -> None:
@@ -198,9 +198,9 @@ def pack_shared(
     found = shared_prefixes(sequences, groups) if all(map(len, sequences)) and sequences else None
     if found is None:
         return pack(sequences, prompt_tokens)
-    own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[found.order]
+    in_order = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[found.order]
     lengths = np.diff(found.tree.offsets)
-    return TokenBatch(torch.from_numpy(found.ids), lengths, found.order, own, found.tree)
+    return TokenBatch(torch.from_numpy(found.ids), lengths, found.order, in_order, found.tree)
 
 
 def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:

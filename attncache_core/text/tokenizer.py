@@ -73,8 +73,8 @@ class TextTokenizer:
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         if checkpoint.lowercase:
             # The tokenizer lowercases, because str.lower() would also change special tokens in a text.
-            own = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
-            self._tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+            existing = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
+            self._tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *existing])
         self._tokenizer.no_padding()
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
@@ -186,21 +186,21 @@ class TextTokenizer:
         template, first = prompt.template, 0
         for kind, stretch in groupby(texts, type):
             whole = list(stretch)
-            own = [self._shortened(text, index) for index, text in enumerate(whole, first)]
+            uncut = [self._shortened(text, index) for index, text in enumerate(whole, first)]
             if issubclass(kind, tuple) and not template.is_for_pairs:
                 pairs = [
                     (text, before)
-                    for text, before in zip(own, whole, strict=True)
+                    for text, before in zip(uncut, whole, strict=True)
                     if isinstance(text, tuple) and isinstance(before, tuple)
                 ]
                 yield from self._between_separators(pairs, prompt.cut, room, truncate, first)
             else:
-                for index, ids in enumerate(self._encoded(map(template.around, own))):
+                for index, ids in enumerate(self._encoded(map(template.around, uncut))):
                     surplus = len(ids) - room
                     if surplus > 0 and not truncate:
                         raise too_long(room, first + index)
-                    yield ids if surplus <= 0 else self._cut(template.parts(own[index]), surplus)
-            first += len(own)
+                    yield ids if surplus <= 0 else self._cut(template.parts(uncut[index]), surplus)
+            first += len(uncut)
 
     def _between_separators(
         self, pairs: Sequence[tuple[_Pair, _Pair]], cut: Cut, room: int, truncate: bool, first: int
@@ -233,7 +233,7 @@ class TextTokenizer:
     def _shortened(self, text: Text, index: int) -> Text:
         """Return a text without characters that cannot change its first `max_tokens` tokens."""
         if isinstance(text, tuple):
-            one, other = (shortened(self._tokenizer, own, self.max_tokens, index) for own in text)
+            one, other = (shortened(self._tokenizer, part, self.max_tokens, index) for part in text)
             return one, other
         return shortened(self._tokenizer, text, self.max_tokens, index)
 
@@ -256,14 +256,14 @@ class TextTokenizer:
         template, sample = prompt.template, self._tokenizer.encode(_ANY_TEXT)
         if template.is_for_pairs:
             raise InvalidInput("a template of pairs takes no conversation", field="template")
-        own = [index for index, special in enumerate(sample.special_tokens_mask) if not special]
+        of_text = [index for index, special in enumerate(sample.special_tokens_mask) if not special]
         prefix, suffix = self.turns([template.prefix, template.suffix])
-        before, after = [*sample.ids[: own[0]], *prefix], [*suffix, *sample.ids[own[-1] + 1 :]]
+        before, after = [*sample.ids[: of_text[0]], *prefix], [*suffix, *sample.ids[of_text[-1] + 1 :]]
         continuation_tokens = max(len(plan.continuation) for plan in prompt.sequence_plans)
         room = self.max_tokens - len(before) - len(after) - continuation_tokens
         if room < 1:
             raise no_room(self.max_tokens, "template")
-        return Frame(before, after, room, own[0])
+        return Frame(before, after, room, of_text[0])
 
     def require_open_end(self) -> None:
         """Raise UnsupportedModel if the tokenizer ends every text with a special token, before any label."""
@@ -359,16 +359,16 @@ class TextTokenizer:
         encoding = self._tokenizer.encode("".join(parts))
         first, end = len(front), len(front) + len(text)
         # A token that spans front and text counts as text; a token that spans text and end does not.
-        own = [
+        of_text = [
             index
             for index, ((_, stop), special) in enumerate(
                 zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
             )
             if first < stop <= end and not special
         ]
-        if surplus > len(own):
+        if surplus > len(of_text):
             raise no_room(self.max_tokens, "template")
-        cut = set(own[len(own) - surplus :])
+        cut = set(of_text[len(of_text) - surplus :])
         return [token for index, token in enumerate(encoding.ids) if index not in cut]
 
     def _front_tokens(self, prefix: str) -> int:

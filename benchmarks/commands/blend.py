@@ -146,7 +146,7 @@ def bench_blend(
                     method.key_values.store.close()
                 _show(count, tokens, query_tokens, rows)
                 tables.append(
-                    {"chunks": count, "chunk_tokens": tokens, "rows": [asdict(own) for own in rows]}
+                    {"chunks": count, "chunk_tokens": tokens, "rows": [asdict(row) for row in rows]}
                 )
     click.echo(f"The disk was read at {read_speed / 1e6:,.0f} MB/s.")
     write_json(

@@ -113,18 +113,18 @@ def drift(
     with shown_progress() as progress:
         simulation = Simulation(engine, Month(drawn, half_life_days, options, seed), output, progress)
         measured = []
-        for own in simulation.run():
-            measured.append(own)
-            click.echo(_line(own), err=True)
+        for day in simulation.run():
+            measured.append(day)
+            click.echo(_line(day), err=True)
         costs = simulation.costs()
     totals = {view: [total(arm, measured, served, costs) for arm in Arm] for view, served in _VIEWS.items()}
     static, _, daily = totals["with verification"]
     report = {
         "machine": facts,
         "shares": shares_of_topics(len(topics), days).tolist(),
-        "days": [asdict(own) for own in measured],
-        "totals": {view: [asdict(own) for own in of_view] for view, of_view in totals.items()},
-        "costs": {shape: own.as_json() for shape, own in costs.items()},
+        "days": [asdict(day) for day in measured],
+        "totals": {view: [asdict(total) for total in of_view] for view, of_view in totals.items()},
+        "costs": {shape: cost.as_json() for shape, cost in costs.items()},
         "renews": should_renew(static, daily),
         "decision": decision(static, daily),
     }
@@ -152,19 +152,19 @@ def _distinct(engine: PrefillEngine, topics: Sequence[Sequence[str]], max_length
     seen: set[tuple[int, ...]] = set()
     kept = []
     for texts in topics:
-        own = []
+        of_file = []
         for text, ids in zip(texts, map(tuple, engine.tokenize(texts)), strict=True):
             if len(ids) <= max_length and ids not in seen:
                 seen.add(ids)
-                own.append(text)
-        kept.append(own)
+                of_file.append(text)
+        kept.append(of_file)
     return kept
 
 
-def _line(own: ArmDay) -> str:
-    built = f"built in {own.build_seconds:.0f} s" if own.built else "kept"
-    figures = _day_cell(asdict(own.tightened))
-    return f"day {own.day}, {own.arm}, {built}, {own.heads} heads: {figures}, steps {own.steps}"
+def _line(day: ArmDay) -> str:
+    built = f"built in {day.build_seconds:.0f} s" if day.built else "kept"
+    figures = _day_cell(asdict(day.tightened))
+    return f"day {day.day}, {day.arm}, {built}, {day.heads} heads: {figures}, steps {day.steps}"
 
 
 def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[object]]]]:
@@ -182,15 +182,15 @@ def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[ob
     ]
     totals = report["totals"].items()
     by_day: dict[int, list[str]] = {}
-    for own in report["days"]:
-        cell = f"{own['heads']} heads; {_day_cell(own['tightened'])}"
-        by_day.setdefault(own["day"], []).append(cell)
+    for day in report["days"]:
+        cell = f"{day['heads']} heads; {_day_cell(day['tightened'])}"
+        by_day.setdefault(day["day"], []).append(cell)
     rows: list[list[object]] = [
         [f"{day}: {' + '.join(f'{share:.0%}' for share in report['shares'][day - 1] if share)}", *cells]
         for day, cells in by_day.items()
     ]
     return [
-        *((view, columns, [_total_row(own) for own in of_view]) for view, of_view in totals),
+        *((view, columns, [_total_row(total) for total in of_view]) for view, of_view in totals),
         (
             "with verification, by day: heads; share of hits; their mean cosine; hits below the floor; "
             "windows that keep the budget",
@@ -200,16 +200,16 @@ def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[ob
     ]
 
 
-def _total_row(own: Mapping[str, Any]) -> list[object]:
+def _total_row(total: Mapping[str, Any]) -> list[object]:
     return [
-        str(own["arm"]),
-        f"{own['hit_rate']:.3f}",
-        _cosine(own["mean"]),
-        f"{own['below']:.2%}",
-        f"{own['kept']} of {own['windows']}",
-        *(f"{own['saved'][shape]:.2%}" for shape in ("full batch", "one text")),
-        f"{own['build_seconds']:.0f}",
-        f"{own['build_share']:.2%}",
+        str(total["arm"]),
+        f"{total['hit_rate']:.3f}",
+        _cosine(total["mean"]),
+        f"{total['below']:.2%}",
+        f"{total['kept']} of {total['windows']}",
+        *(f"{total['saved'][shape]:.2%}" for shape in ("full batch", "one text")),
+        f"{total['build_seconds']:.0f}",
+        f"{total['build_share']:.2%}",
     ]
 
 

@@ -43,7 +43,7 @@ def ratios_of(
     Raises InvalidInput for another form, or for a number outside 0 to 1.
     """
     try:
-        found = sorted({float(own) for own in written.split(",")})
+        found = sorted({float(part) for part in written.split(",")})
     except ValueError:
         found = []
     if not found or not all(0 <= ratio <= 1 for ratio in found):
@@ -190,9 +190,9 @@ def blend(
     model are left out, and their number is printed.
     """
     plots = PaperPlots(output, "cosine") if output else None
-    asked = read_questions(data) if examples is None else _labelled(data, "data")
+    read = read_questions(data) if examples is None else _labelled(data, "data")
     shown = _labelled(examples, "examples") if examples else []
-    chosen: list[Any] = spread(asked, questions or len(asked))
+    chosen: list[Any] = spread(read, questions or len(read))
     engine = PrefillEngine.load(
         checkpoint, dtype=dtype, threads=threads, max_tokens=max_tokens, key_values=KeyValueOptions()
     )
@@ -267,7 +267,7 @@ def _show(facts: dict[str, Any], reports: Sequence[MethodReport], markdown: Path
     ]
     rows = [_cells(report) for report in reports]
     used = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    columns, rows = [columns[own] for own in used], [[row[own] for own in used] for row in rows]
+    columns, rows = [columns[index] for index in used], [[row[index] for index in used] for row in rows]
     show_machine(facts)
     show_table(
         f"{facts['questions']} prompts of {facts['chunks']:.1f} chunks and {facts['tokens']:.0f} tokens; "
@@ -303,7 +303,7 @@ def _number(value: float) -> str:
 def _show_decisions(reference: MethodReport) -> None:
     """Print how often the reference decides each class, most often first; at most five classes."""
     if reference.decisions:
-        often = sorted(reference.decisions.items(), key=lambda own: -own[1])[:5]
+        often = sorted(reference.decisions.items(), key=lambda pair: -pair[1])[:5]
         click.echo("Recomputed decisions: " + ", ".join(f"{name} {share:.1%}" for name, share in often))
 
 

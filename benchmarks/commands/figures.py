@@ -68,8 +68,8 @@ class Folders:
         if any(f"{{{name}}}" in figure.arguments and folder is None for name, folder in named.items()):
             return None
         words = [word.format(**named) for word in shlex.split(figure.arguments)]
-        wanted = ["--json", str(report)] if figure.rendered else []
-        return [sys.executable, "-m", "benchmarks", *words, *wanted]
+        report_option = ["--json", str(report)] if figure.rendered else []
+        return [sys.executable, "-m", "benchmarks", *words, *report_option]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

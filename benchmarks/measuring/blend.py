@@ -214,13 +214,13 @@ def _row(
     full_seconds: Sequence[float],
     full_answers: Sequence[Answer],
 ) -> Row:
-    ratios = [own / full for own, full in zip(seconds, full_seconds, strict=True)]
-    outputs, expected = (np.stack([own.outputs for own in part]) for part in (answers, full_answers))
+    ratios = [taken / full for taken, full in zip(seconds, full_seconds, strict=True)]
+    outputs, expected = (np.stack([answer.outputs for answer in part]) for part in (answers, full_answers))
     return Row(
         *key,
         statistics.median(seconds),
         statistics.median(ratios),
         max(ratios),
-        statistics.fmean(own.tokens for own in answers),
+        statistics.fmean(answer.tokens for answer in answers),
         float(cosines(outputs, expected).min()),
     )

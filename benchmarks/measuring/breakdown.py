@@ -20,7 +20,7 @@ from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine
 from attncache_core.models import AttentionLayer
 from attncache_core.models.linear import Norm
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.text.token_batch import TokenBatch, pack

@@ -105,15 +105,15 @@ def max_at_once(turns: Sequence[Turn], size: Callable[[int], int]) -> int:
     """
     ends = {turn.session: turn for turn in turns}
     begun: set[int] = set()
-    most = now = 0
+    maximum = now = 0
     for turn in turns:
         if turn.session not in begun:
             begun.add(turn.session)
             now += size(ends[turn.session].tokens)
-            most = max(most, now)
+            maximum = max(maximum, now)
         if turn is ends[turn.session]:
             now -= size(turn.tokens)
-    return most
+    return maximum
 
 
 def simulate(

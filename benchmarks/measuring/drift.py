@@ -123,17 +123,19 @@ class Simulation:
 
         def measured() -> dict[str, Any]:
             database = self._database(Arm.STATIC, 2)
-            lengths = [len(ids) for day in self._month.days for ids in self._engine.tokenize(day.asked)]
+            lengths = [len(ids) for day in self._month.days for ids in self._engine.tokenize(day.served)]
             known = np.array(sorted(database.search.prototypes.means))
             nearest = {
-                int(known[np.abs(known - own).argmin()]) for own in np.quantile(lengths, _COST_LENGTHS)
+                int(known[np.abs(known - length).argmin()]) for length in np.quantile(lengths, _COST_LENGTHS)
             }
             costs = measure_costs(
                 self._engine, database.search, database.mask.order, sorted(nearest), _COST_PAIRS
             )
-            return {shape: own.as_json() for shape, own in costs.items()}
+            return {shape: cost.as_json() for shape, cost in costs.items()}
 
-        return {shape: HitCosts.of_json(own) for shape, own in self._kept("costs.json", measured).items()}
+        return {
+            shape: HitCosts.of_json(lengths) for shape, lengths in self._kept("costs.json", measured).items()
+        }
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the content of a file of the folder, and make it if there is none."""
@@ -174,12 +176,12 @@ class Simulation:
     def _served(self, arm: Arm, day: int) -> ArmDay:
         """Build the database if it is new, serve the day's texts, and remove the database if it ends."""
         database = self._database(arm, day)
-        asked = self._engine.tokenize(self._month.days[day - 1].asked)
-        exact = full_outputs(self._engine, asked)
+        served = self._engine.tokenize(self._month.days[day - 1].served)
+        exact = full_outputs(self._engine, served)
         budget = database.search.policy.budget
         unbound = replace(database.search, policy=database.search.policy.without_budget())
-        calibrated, _ = serve(self._engine, replace(database, search=unbound), asked, exact, budget)
-        tightened, policy = serve(self._engine, database, asked, exact, budget)
+        calibrated, _ = serve(self._engine, replace(database, search=unbound), served, exact, budget)
+        tightened, policy = serve(self._engine, database, served, exact, budget)
         is_new = arm is not Arm.STATIC or day == 2
         taken = database.folder.with_suffix(".json")
         seconds = json.loads(taken.read_text("utf-8")) if is_new else 0.0
@@ -222,11 +224,11 @@ def total(
     arm: Arm, days: Sequence[ArmDay], served: Callable[[ArmDay], Served], costs: Mapping[str, HitCosts]
 ) -> Total:
     """Return the figures of an arm over all days. served: what counts, as calibrated or with verification."""
-    own = [day for day in days if day.arm is arm]
-    each = [served(day) for day in own]
+    of_arm = [day for day in days if day.arm is arm]
+    each = [served(day) for day in of_arm]
     hits = sum(part.hits for part in each)
     means = [(part.mean, part.hits) for part in each if part.mean is not None]
-    builds = [day.build_seconds for day in own if day.built]
+    builds = [day.build_seconds for day in of_arm if day.built]
     return Total(
         arm,
         hits / sum(part.texts for part in each),
@@ -234,9 +236,9 @@ def total(
         sum(part.below for part in each) / hits if hits else 0.0,
         sum(part.windows for part in each),
         sum(part.kept for part in each),
-        {shape: saved_share(own, served, of_shape) for shape, of_shape in costs.items()},
+        {shape: saved_share(of_arm, served, of_shape) for shape, of_shape in costs.items()},
         fmean(builds),
-        sum(builds) / len(own) / _SECONDS_OF_A_DAY,
+        sum(builds) / len(of_arm) / _SECONDS_OF_A_DAY,
     )
 
 

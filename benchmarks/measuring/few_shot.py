@@ -43,10 +43,10 @@ def mmlu_prompts(
     chosen = list(islice(of_subjects.values(), subjects))
     prompts = Prompts(examples)
     return [
-        prompts.of(own[number], shots)
+        prompts.of(examples[number], shots)
         for number in range(max(map(len, chosen), default=0))
-        for own in chosen
-        if number < len(own)
+        for examples in chosen
+        if number < len(examples)
     ]
 
 

@@ -61,7 +61,7 @@ class HitCosts:
 
     def full_microseconds(self, counts: Sequence[LengthCount]) -> float:
         """Return the time of all texts without reuse."""
-        return sum(own.texts * self._at(own.length, "full") for own in counts)
+        return sum(count.texts * self._at(count.length, "full") for count in counts)
 
     def saved_microseconds(self, counts: Sequence[LengthCount], heads: int) -> float:
         """Return the time that reuse saves for all texts; negative if the texts take longer.
@@ -70,30 +70,32 @@ class HitCosts:
         What a batch of hits and misses loses is a parabola of its share of hits: it was measured for none,
         half and all.
         """
-        share = sum(own.hits for own in counts) / sum(own.texts for own in counts)
+        share = sum(count.hits for count in counts) / sum(count.texts for count in counts)
         mixing = 4 * share * (1 - share)
-        passes = [(own.length, heads, saved) for own in self.lengths for heads, saved in own.hits]
-        per_hit = fit_savings(passes)(np.array([own.length for own in counts]), heads)
+        passes = [(costs.length, heads, saved) for costs in self.lengths for heads, saved in costs.hits]
+        per_hit = fit_savings(passes)(np.array([count.length for count in counts]), heads)
         saved = 0.0
-        for own, saved_by_hit in zip(counts, per_hit.tolist(), strict=True):
-            miss = self._at(own.length, "miss")
-            search = max(0.0, self._at(own.length, "searched_miss") - miss)
-            saved += saved_by_hit * own.hits - miss * own.misses - search * own.searched
-            saved -= mixing * self._at(own.length, "mixed") * own.texts
+        for count, saved_by_hit in zip(counts, per_hit.tolist(), strict=True):
+            miss = self._at(count.length, "miss")
+            search = max(0.0, self._at(count.length, "searched_miss") - miss)
+            saved += saved_by_hit * count.hits - miss * count.misses - search * count.searched
+            saved -= mixing * self._at(count.length, "mixed") * count.texts
         return saved
 
     def _at(self, length: int, name: str) -> float:
-        known = [own.length for own in self.lengths]
-        return float(np.interp(length, known, [getattr(own, name) for own in self.lengths]))
+        known = [costs.length for costs in self.lengths]
+        return float(np.interp(length, known, [getattr(costs, name) for costs in self.lengths]))
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the costs as JSON holds them."""
-        return [asdict(own) for own in self.lengths]
+        return [asdict(costs) for costs in self.lengths]
 
     @classmethod
     def of_json(cls, content: Sequence[dict[str, Any]]) -> Self:
         """Return the costs that `as_json` returned."""
-        return cls(tuple(LengthCosts(**{**own, "hits": tuple(map(tuple, own["hits"]))}) for own in content))
+        return cls(
+            tuple(LengthCosts(**{**entry, "hits": tuple(map(tuple, entry["hits"]))}) for entry in content)
+        )
 
 
 def measure_costs(
@@ -119,13 +121,14 @@ def measure_costs(
         full = max(1, min(BATCH_SEQUENCES, BATCH_TOKENS // length))
         for shape, count in (("full batch", full), ("one text", 1)):
             passes = _Passes(engine, synthetic_batch([length] * count), pairs)
-            unsearched, searched = (_one_group(search, searched=own) for own in (False, True))
+            unsearched, searched = (_one_group(search, searched=is_searched) for is_searched in (False, True))
             hits = {
                 heads: passes.gained(model, Rehearsal.of(unsearched, {0: 1.0}))
                 for heads, model in models.items()
             }
             miss, searched_miss = (
-                -passes.gained(everything, Rehearsal.of(own, {0: 0.0})) for own in (unsearched, searched)
+                -passes.gained(everything, Rehearsal.of(rehearsed, {0: 0.0}))
+                for rehearsed in (unsearched, searched)
             )
             mixed = 0.0
             if count > 1:
@@ -134,7 +137,7 @@ def measure_costs(
                 mixed = share * hits[fewest] - (1 - share) * miss - passes.gained(models[fewest], half)
             measured = (length, passes.full(), tuple(hits.items()), miss, searched_miss, mixed)
             costs[shape].append(LengthCosts(*measured))
-    return {shape: HitCosts(tuple(own)) for shape, own in costs.items()}
+    return {shape: HitCosts(tuple(lengths)) for shape, lengths in costs.items()}
 
 
 def _one_group(search: SearchEngine, *, searched: bool) -> SearchEngine:

@@ -28,7 +28,7 @@ class Day:
     """The texts of one day, each part in random order."""
 
     sampled: list[str]  # stand for all traffic of the day: databases are built from these texts
-    asked: list[str]  # what is served and measured
+    served: list[str]  # what is served and measured
 
 
 def shares_of_topics(topics: int, days: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def shares_of_topics(topics: int, days: int) -> np.ndarray:
 
 
 def month(
-    topics: Sequence[Sequence[str]], days: int, sampled: int, asked: int, random: np.random.Generator
+    topics: Sequence[Sequence[str]], days: int, sampled: int, served: int, random: np.random.Generator
 ) -> list[Day]:
     """Return the days of a month, each with `sampled` texts to sample from and `asked` texts to serve.
 
@@ -62,17 +62,17 @@ def month(
     made = []
     for shares in shares_of_topics(len(topics), days):
         drawn: list[list[str]] = [[], []]
-        for side, count in enumerate((sampled, asked)):
-            for topic, wanted in enumerate(_whole_numbers(shares * count)):
+        for side, count in enumerate((sampled, served)):
+            for topic, needed in enumerate(_whole_numbers(shares * count)):
                 pool = parts[topic][side]
-                if wanted > len(pool):
+                if needed > len(pool):
                     raise InvalidInput(
-                        f"a day needs {wanted} of {len(pool)} texts of topic {topic + 1}, which has "
+                        f"a day needs {needed} of {len(pool)} texts of topic {topic + 1}, which has "
                         f"{len(topics[topic])} distinct texts; give more texts, or ask for fewer a day",
                         field="data",
                     )
-                drawn[side] += [pool[index] for index in random.choice(len(pool), wanted, replace=False)]
-        made.append(Day(*([own[index] for index in random.permutation(len(own))] for own in drawn)))
+                drawn[side] += [pool[index] for index in random.choice(len(pool), needed, replace=False)]
+        made.append(Day(*([texts[index] for index in random.permutation(len(texts))] for texts in drawn)))
     return made
 
 

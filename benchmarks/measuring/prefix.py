@@ -289,15 +289,15 @@ def _run(method: Method, texts: Ids, size: int) -> _Pass:
 
 
 def _row(name: str, size: int, passes: dict[tuple[str, int], list[_Pass]]) -> Row:
-    own, recomputed = passes[name, size], passes[RECOMPUTED, size]
-    ratios = [found.speed / expected.speed for found, expected in zip(own, recomputed, strict=True)]
-    speed = statistics.median(found.speed for found in own)
-    results = [result for found in own for result in found.results]
+    measured, recomputed = passes[name, size], passes[RECOMPUTED, size]
+    ratios = [found.speed / expected.speed for found, expected in zip(measured, recomputed, strict=True)]
+    speed = statistics.median(found.speed for found in measured)
+    results = [result for found in measured for result in found.results]
     if not results:
         return Row(name, size, speed, statistics.median(ratios), min(ratios), None, None, None, None)
-    texts = sum(found.texts for found in own)
+    texts = sum(found.texts for found in measured)
     exactness = Exactness()
-    for found, expected in zip(own, recomputed, strict=True):
+    for found, expected in zip(measured, recomputed, strict=True):
         exactness.add(found.outputs, expected.outputs)
     return Row(
         name,

@@ -39,9 +39,9 @@ class PrefixPeer(Peer):
                 self._kept[tuple(ids)], results[index] = self.keep(ids)
             else:
                 behind.setdefault((prefix, len(ids)), []).append(index)
-        for (prefix, _), own in behind.items():
-            rest = [sequences[index][len(prefix) :] for index in own]
-            for index, result in zip(own, self.follow(prefix, self._kept[prefix], rest), strict=True):
+        for (prefix, _), indices in behind.items():
+            rest = [sequences[index][len(prefix) :] for index in indices]
+            for index, result in zip(indices, self.follow(prefix, self._kept[prefix], rest), strict=True):
                 results[index] = result
         return np.array(results, dtype=np.float32)
 

@@ -152,15 +152,15 @@ class _Store(Generic[Item]):
 
     def _prefetch(self, running: Item, waiting: Sequence[Item]) -> None:
         """Fetch waiting items, soonest first, without evicting the running item or a sooner one."""
-        wanted = {running}
+        needed = {running}
         for item in waiting:
-            wanted.add(item)
-            if item in self.disk.items and self._has_room_beside(wanted):
-                self._fetch(item, wanted)
+            needed.add(item)
+            if item in self.disk.items and self._has_room_beside(needed):
+                self._fetch(item, needed)
 
-    def _has_room_beside(self, wanted: Container[Item]) -> bool:
+    def _has_room_beside(self, needed: Container[Item]) -> bool:
         has_free_place = len(self.memory.items) < self.memory.places
-        return has_free_place or self.memory.policy.victim(wanted) is not None
+        return has_free_place or self.memory.policy.victim(needed) is not None
 
     def _fetch(self, item: Item, pinned: Container[Item]) -> None:
         self._note(Action.FETCH, item)

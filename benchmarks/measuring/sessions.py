@@ -92,12 +92,12 @@ class Runner:
         """Tell the store which turns wait behind the first one. Returns the first one's tokens in memory."""
         if not self.key_values:
             return 0
-        own, *others = (self._wanted(sessions[turn.session][: turn.tokens]) for turn in turns)
-        stored = self.key_values.store.lookup(own).memory
+        first, *others = (self._requested(sessions[turn.session][: turn.tokens]) for turn in turns)
+        stored = self.key_values.store.lookup(first).memory
         self.key_values.store.expect(others)
         return stored
 
-    def _wanted(self, ids: list[int]) -> PrefixKey:
+    def _requested(self, ids: list[int]) -> PrefixKey:
         prefix_key = self.engine.prefix_key(ids, None, b"")
         assert prefix_key
         return prefix_key

@@ -39,13 +39,13 @@ class Served:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Self:
         """Return what dataclasses.asdict made into JSON."""
-        return cls(**{**content, "lengths": tuple(LengthCount(**own) for own in content["lengths"])})
+        return cls(**{**content, "lengths": tuple(LengthCount(**entry) for entry in content["lengths"])})
 
 
 def serve(
     engine: PrefillEngine,
     database: AttentionDatabase,
-    asked: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     exact: np.ndarray,
     budget: Budget,
 ) -> tuple[Served, ReusePolicy]:
@@ -63,8 +63,8 @@ def serve(
     fidelities: list[float] = []
     windows: dict[Window, list[float]] = {}
     counts: dict[int, np.ndarray] = {}  # length -> what LengthCount counts
-    for rows in _batches([len(ids) for ids in asked]):
-        requests = reusing.requests([asked[row] for row in rows])
+    for rows in _batches([len(ids) for ids in sequences]):
+        requests = reusing.requests([sequences[row] for row in rows])
         policy = verifier.policy
         result = reusing.run(requests)
         verifier.offer(requests, result, policy)
@@ -75,7 +75,7 @@ def serve(
         for index, request in enumerate(requests):
             length, fidelity = len(request.ids), float(measured[index])
             hit = result.outcomes[index].is_hit
-            tested, searched = (not np.isnan(own[index]) for own in (strangeness, result.similarities))
+            tested, searched = (not np.isnan(scores[index]) for scores in (strangeness, result.similarities))
             own_count = counts.setdefault(length, np.zeros(4, dtype=int))
             own_count += (1, hit, tested and not hit, searched)
             if hit:
@@ -86,13 +86,13 @@ def serve(
     verifier.close()
     counted, kept = count_windows(windows.values(), budget)
     served = Served(
-        len(asked),
+        len(sequences),
         len(fidelities),
         fmean(fidelities) if fidelities else None,
         int(budget.harmed(np.array(fidelities)).sum()),
         counted,
         kept,
-        tuple(LengthCount(length, *own.tolist()) for length, own in sorted(counts.items())),
+        tuple(LengthCount(length, *numbers.tolist()) for length, numbers in sorted(counts.items())),
     )
     return served, verifier.policy
 

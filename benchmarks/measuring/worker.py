@@ -132,15 +132,15 @@ def main() -> None:
 def _done(peer: Peer, work: dict[str, Any]) -> dict[str, Any]:
     """Return the result of one task."""
     run = peer.embed_texts if "texts" in work else peer.embed_tokens
-    given = work.get("texts") or work["tokens"]
+    inputs = work.get("texts") or work["tokens"]
     if not work["repeat"]:
-        return {"embeddings": run(given).tolist()}
+        return {"embeddings": run(inputs).tolist()}
     for _ in range(_WARM_UPS):
-        run(given)
+        run(inputs)
     seconds = []
     for _ in range(work["repeat"]):
         started = time.perf_counter()
-        run(given)
+        run(inputs)
         seconds.append(time.perf_counter() - started)
     return {"seconds": seconds}
 

@@ -75,10 +75,10 @@ def _paragraphs(written: str, path: str, number: int) -> tuple[str, ...]:
         found = orjson.loads(written)
         if not isinstance(found, list):
             raise TypeError
-        texts = [(own["title"], own["text"]) for own in found]
+        texts = [(document["title"], document["text"]) for document in found]
     except (ValueError, KeyError, TypeError):
         texts = []
-    if len(texts) < 2 or not all(isinstance(part, str) for own in texts for part in own):
+    if len(texts) < 2 or not all(isinstance(part, str) for document in texts for part in document):
         raise InvalidInput(
             f'{path}: paragraphs_json of row {number} is no list of two or more {{"title": "...", "text": '
             '"..."}',
@@ -101,7 +101,7 @@ class Prompts:
         (self._separator,) = engine.tokenizer.turns([separator], "separator")
 
     def of_question(
-        self, asked: Question, chunks: int | None = None, chunk_tokens: int | None = None
+        self, question: Question, chunks: int | None = None, chunk_tokens: int | None = None
     ) -> Case | None:
         """Return a question behind as many of its paragraphs as fit, evenly chosen, in their order.
 
@@ -109,7 +109,7 @@ class Prompts:
         tokens. None: no limit. Returns None if fewer than two paragraphs fit.
         """
         *paragraphs, query = self._tokenizer.turns(
-            [*asked.paragraphs, self._template.around(asked.question)], "data"
+            [*question.paragraphs, self._template.around(question.question)], "data"
         )
         cut = [ids[:chunk_tokens] for ids in paragraphs if ids]
         for count in range(min(chunks or len(cut), len(cut)), 1, -1):
@@ -120,14 +120,14 @@ class Prompts:
 
     def of_examples(self, examples: Sequence[Labelled], text: str, label: str | None = None) -> Case | None:
         """Return a text behind examples, in their order. Returns None if they do not fit."""
-        shown = [f"{self._template.around(own.text)} {own.label}" for own in examples]
+        shown = [f"{self._template.around(example.text)} {example.label}" for example in examples]
         *chunks, query = self._tokenizer.turns([*shown, self._template.around(text)], "data")
         if not self._fits(chunks, query):
             return None
         return Case(segmented(self._frame, chunks, query, self._separator), label)
 
     def _fits(self, chunks: Sequence[Sequence[int]], query: Sequence[int]) -> bool:
-        tokens = sum(len(own) + len(self._separator) for own in chunks) + len(query)
+        tokens = sum(len(chunk) + len(self._separator) for chunk in chunks) + len(query)
         return tokens <= self._frame.room
 
 
@@ -144,7 +144,7 @@ def question_cases(
     Raises InvalidInput if no question fits.
     """
     prompts = Prompts(engine, separator)
-    found = [prompts.of_question(own, chunks, chunk_tokens) for own in questions]
+    found = [prompts.of_question(question, chunks, chunk_tokens) for question in questions]
     cases = [case for case in found if case]
     if not cases:
         raise InvalidInput(
@@ -194,5 +194,5 @@ def example_cases(
 def _named(examples: Sequence[Labelled], labels: Sequence[str] | None) -> list[Labelled]:
     if labels is None:
         return list(examples)
-    names = label_names([own.label for own in examples], labels)
-    return [Labelled(own.text, name) for own, name in zip(examples, names, strict=True)]
+    names = label_names([example.label for example in examples], labels)
+    return [Labelled(example.text, name) for example, name in zip(examples, names, strict=True)]

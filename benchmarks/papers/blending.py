@@ -241,11 +241,11 @@ def smallest_ratio(reports: Sequence[MethodReport], least: float, *, confident: 
     confident: the share is kept with 95 % confidence. Returns None if no ratio keeps it.
     """
     kept = None
-    blended = [own for own in reports if own.ratio is not None and not own.random]
-    for own in sorted(blended, key=lambda own: -(own.ratio or 0.0)):
-        if not (own.agreement_bound if confident else own.agreement) >= least:
+    blended = [report for report in reports if report.ratio is not None and not report.random]
+    for report in sorted(blended, key=lambda report: -(report.ratio or 0.0)):
+        if not (report.agreement_bound if confident else report.agreement) >= least:
             break
-        kept = own.ratio
+        kept = report.ratio
     return kept
 
 
@@ -264,7 +264,7 @@ def _timed(
             for name, answer in answers.items():
                 found[name] = answer
                 seconds.setdefault(name, []).append(passed)
-    return found, {name: statistics.median(own) for name, own in seconds.items()}
+    return found, {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
 def _truth(engine: PrefillEngine, cases: Sequence[Case]) -> np.ndarray | None:
@@ -328,7 +328,7 @@ class _Comparing:
             computed_tokens=statistics.fmean(answer.tokens for answer in answers),
             seconds=statistics.median(seconds),
             time_ratio=statistics.median(
-                own / full for own, full in zip(seconds, self._seconds, strict=True)
+                taken / full for taken, full in zip(seconds, self._seconds, strict=True)
             ),
         )
 

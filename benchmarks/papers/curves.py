@@ -216,10 +216,10 @@ def _with_best_records(
         segment = store.segments[length]
         stored = np.flatnonzero(segment.kinds == RecordKind.STORED)
         of_length = np.flatnonzero((probes.lengths == length) & (records >= 0))
-        own = _own_maps(model, [probes.sequences[index] for index in of_length], mask)
+        maps = _own_maps(model, [probes.sequences[index] for index in of_length], mask)
         parts = np.array_split(stored, max(1, len(stored) * mask.total * length**2 // 25_000_000))
         distances = torch.cat(
-            [map_distances(own, masked_maps(store, mask, length, part.tolist())) for part in parts], dim=1
+            [map_distances(maps, masked_maps(store, mask, length, part.tolist())) for part in parts], dim=1
         )
         records[of_length] = stored[distances.argmin(dim=1).numpy()]
         similarities[of_length] = 1 - ALPHA * distances.min(dim=1).values.numpy()
@@ -259,11 +259,11 @@ def _similarities(
             indices = served[run]
             batch = pack([probes.sequences[index] for index in indices])
             donors = stored_maps(store, mask.order, batch, probes.records[kind][indices])
-            own = collect_maps(model, batch)
+            maps = collect_maps(model, batch)
             total = np.zeros(len(indices))
             for layer, (order, reused) in enumerate(zip(mask.order, mask.reused, strict=True)):
                 heads = list(order[:reused])
-                for group, mine, theirs in zip(batch.groups(), own[layer], donors[layer], strict=True):
+                for group, mine, theirs in zip(batch.groups(), maps[layer], donors[layer], strict=True):
                     away = (mine[:, heads].float() - theirs[:, heads].float()).abs().sum(dim=(1, 2, 3)) / 2
                     total[group.sequences] += away.cpu().numpy() / group.length
             true[run] = 1 - ALPHA * total / mask.total

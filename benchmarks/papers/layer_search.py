@@ -104,8 +104,8 @@ def _pair_groups(
     heads = store.layout.stored_heads[layer]
     groups = []
     for length, of_length in inputs.items():
-        most = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (heads * length**2))))
-        rows = torch.from_numpy(random.permutation(len(of_length))[:most])
+        maximum = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (heads * length**2))))
+        rows = torch.from_numpy(random.permutation(len(of_length))[:maximum])
         maps = store.segments[length].gather_layer_maps(rows, layer, heads)
         groups.append(PairGroup(of_length[rows].float(), map_distances(maps, maps)))
     return groups

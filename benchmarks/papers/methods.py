@@ -40,13 +40,13 @@ class PaperMethods(Methods):
 
     changing_all = ("lazyformer", "san")
 
-    def __init__(self, *given: Any, san_threshold: float | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, san_threshold: float | None = None, **options: Any) -> None:
         """Prepare to make methods, as Methods does. corpus: for attncache-f, the recorded sequences.
 
         san_threshold: Jensen-Shannon divergence in nats below which neighbouring layers share their maps;
         None: the divergence at which half of the layers share maps, as in LazyFormer.
         """
-        super().__init__(*given, **options)
+        super().__init__(*arguments, **options)
         self._san_threshold = san_threshold
 
     def make(self, name: str) -> Method:

@@ -19,7 +19,7 @@ import torch
 
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code, outcomes_of
 from attncache_core.reuse.storage.store import AttentionMapStore
@@ -107,10 +107,10 @@ class LayerwiseSearch(ReuseStrategy):
         near = plan.allowed & (found.similarities >= self.threshold)  # False if the similarity is nan
         records = np.where(near, found.records, -1)
         for group in batch.groups():
-            own = records[group.sequences]
-            hits = own[own >= 0]
+            of_group = records[group.sequences]
+            hits = of_group[of_group >= 0]
             if len(hits):
-                own[own >= 0] = np.where(plan.segments[group.length].are_sound(hits), hits, -1)
+                of_group[of_group >= 0] = np.where(plan.segments[group.length].are_sound(hits), hits, -1)
         layer_hits = plan.layer_hits.copy()
         layer_hits[:, number] = records >= 0
         return replace(

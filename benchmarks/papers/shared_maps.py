@@ -159,11 +159,11 @@ class SharingLayer:
         ]
         if not self.takes:
             self._maps.grouped = [
-                layer.attention_maps(query[own].unflatten(0, shape), key[own].unflatten(0, shape), heads)
-                for own, shape in groups
+                layer.attention_maps(query[rows].unflatten(0, shape), key[rows].unflatten(0, shape), heads)
+                for rows, shape in groups
             ]
-        for (own, shape), maps in zip(groups, self._maps.grouped, strict=True):
-            context[own] = apply_maps(maps, value[own].unflatten(0, shape)).flatten(0, 1).to(context.dtype)
+        for (rows, shape), maps in zip(groups, self._maps.grouped, strict=True):
+            context[rows] = apply_maps(maps, value[rows].unflatten(0, shape)).flatten(0, 1).to(context.dtype)
 
     def _attend_by_kernel(
         self,

@@ -86,9 +86,11 @@ class Clients:
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     self.record.complain(f"{way.__name__}: {type(error).__name__}")
 
-    def _some(self, most: int = _MAX_TEXTS) -> list[int]:
+    def _some(self, maximum: int = _MAX_TEXTS) -> list[int]:
         """Return the numbers of 1 to `most` texts; few more often than many."""
-        return self._random.choices(range(len(self._idle.texts)), k=round(most ** self._random.random() ** 2))
+        return self._random.choices(
+            range(len(self._idle.texts)), k=round(maximum ** self._random.random() ** 2)
+        )
 
     def _texts(self, chosen: list[int]) -> list[str]:
         return [self._idle.texts[number] for number in chosen]
@@ -135,14 +137,16 @@ class Clients:
         chosen, encoding = self._some(), self._random.choice(["float", "base64"])
         content = {"input": self._texts(chosen), "encoding_format": encoding}
         if answered := await self._post(client, "/v1/embeddings", content):
-            rows = [own["embedding"] for own in answered[0]["data"]]
+            rows = [entry["embedding"] for entry in answered[0]["data"]]
             if encoding == "base64":
                 rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
             self._compare("/v1/embeddings", chosen, rows)
 
     async def _embed_ids(self, client: aiohttp.ClientSession) -> None:
         # Ids that are too long are cut as they are, without the token that closes a text.
-        chosen = [own for own in self._some(16) if len(self._idle.ids[own]) <= self._idle.max_total_tokens]
+        chosen = [
+            index for index in self._some(16) if len(self._idle.ids[index]) <= self._idle.max_total_tokens
+        ]
         if not chosen:
             return
         content = {"inputs": [self._idle.ids[number] for number in chosen]}
@@ -160,15 +164,15 @@ class Clients:
         one, *others = self._some(64) + self._some(1)
         content = {"inputs": {"source_sentence": self._texts([one])[0], "sentences": self._texts(others)}}
         if answered := await self._post(client, "/similarity", content):
-            wanted = self._idle.similarities(one, others)
-            self._near("/similarity", np.array(answered[0]), wanted, _COSINE_TOLERANCE)
+            expected = self._idle.similarities(one, others)
+            self._near("/similarity", np.array(answered[0]), expected, _COSINE_TOLERANCE)
 
     async def _rerank(self, client: aiohttp.ClientSession) -> None:
         one, *others = self._some(32) + self._some(1)
         content = {"query": self._texts([one])[0], "texts": self._texts(others), "raw_scores": True}
         if answered := await self._post(client, "/rerank", content):
-            ranks = sorted(answered[0], key=lambda own: own["index"])
-            found = np.array([own["score"] for own in ranks])
+            ranks = sorted(answered[0], key=lambda entry: entry["index"])
+            found = np.array([entry["score"] for entry in ranks])
             self._near("/rerank", found, self._idle.similarities(one, others), _COSINE_TOLERANCE)
 
     async def _tokenize(self, client: aiohttp.ClientSession) -> None:
@@ -221,14 +225,14 @@ class Clients:
 
     # What is compared.
 
-    def _compare(self, asked: str, chosen: list[int], rows: Any, hits: int = 0) -> None:
+    def _compare(self, path: str, chosen: list[int], rows: Any, hits: int = 0) -> None:
         """Compare embeddings with those of the idle server. hits: how many of them may approximate."""
         record, found = self.record, np.array(rows, np.float32)
-        wanted = self._idle.embeddings[chosen]
-        if found.shape != wanted.shape:
-            record.complain(f"embeddings of shape {found.shape} instead of {wanted.shape}")
+        expected = self._idle.embeddings[chosen]
+        if found.shape != expected.shape:
+            record.complain(f"embeddings of shape {found.shape} instead of {expected.shape}")
             return
-        cosines = np.sum(found * wanted, axis=1) / np.linalg.norm(found, axis=1)
+        cosines = np.sum(found * expected, axis=1) / np.linalg.norm(found, axis=1)
         order = np.argsort(cosines)
         record.texts += len(chosen)
         record.compared += len(chosen)
@@ -241,14 +245,14 @@ class Clients:
             if not cosines[number] >= MIN_COSINE:
                 tokens = len(self._idle.ids[chosen[number]])
                 record.complain(
-                    f"{asked}: cosine {cosines[number]:.6f} of a text of {tokens} tokens, "
+                    f"{path}: cosine {cosines[number]:.6f} of a text of {tokens} tokens, "
                     f"with {hits} hits among {len(chosen)} texts"
                 )
 
-    def _near(self, path: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
+    def _near(self, path: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
         self.record.texts += len(found)
         self.record.compared += len(found)
-        if found.shape != wanted.shape or not np.abs(found - wanted).max() <= tolerance:
+        if found.shape != expected.shape or not np.abs(found - expected).max() <= tolerance:
             self.record.complain(f"{path}: other scores than those of the idle server")
 
 

@@ -32,7 +32,7 @@ class Disturbances:
     def new_key(self, *old: str) -> str:
         """Write a key file with a new key and old ones, and return the new key."""
         key = secrets.token_urlsafe(24)
-        lines = [f"soak {own} admin\n" for own in (key, *old)]
+        lines = [f"soak {each} admin\n" for each in (key, *old)]
         self._replace(self._keys, "".join(lines).encode())
         return key
 
@@ -71,8 +71,8 @@ class Disturbances:
     def _restore(self) -> None:
         for path in self._database.rglob("*"):
             if path.is_file():
-                own = self._live / path.relative_to(self._database)
-                self._replace(own, path.read_bytes())
+                copy = self._live / path.relative_to(self._database)
+                self._replace(copy, path.read_bytes())
 
     def _swap(self) -> None:
         fresh, old = self._live.with_name("fresh"), self._live.with_name("old")

@@ -79,7 +79,7 @@ class Report:
             "time of a request": "p50 {:.0f} ms, p99 {:.0f} ms".format(*np.percentile(times, (50, 99))),
             "memory of its own": f"{self.samples[0].own_mib:.0f} MiB at first, "
             f"{self.warm[0].own_mib:.0f} after the warm-up, {last.own_mib:.0f} at last, "
-            f"{max(own.own_mib for own in self.samples):.0f} at most; "
+            f"{max(sample.own_mib for sample in self.samples):.0f} at most; "
             f"{self.growth_mib:+.0f} since the warm-up",
             "mapped files": f"{last.mapped_mib:.0f} MiB",
             "open files": f"{self.samples[0].files} at first, {last.files} at last",

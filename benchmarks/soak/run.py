@@ -83,5 +83,5 @@ async def _watch(server: Process, clients: Clients, samples: list[Sample], every
     began = time.perf_counter()
     while True:
         memory, second = server.memory(), time.perf_counter() - began
-        samples.append(Sample(second, memory.own, memory.mapped, server.files(), clients.record.texts))
+        samples.append(Sample(second, memory.private, memory.mapped, server.files(), clients.record.texts))
         await asyncio.sleep(every)

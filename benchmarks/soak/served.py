@@ -23,7 +23,7 @@ _START_SECONDS = 600
 class Memory:
     """The memory of a process in MiB."""
 
-    own: float  # that only this process has: heap, weights, caches
+    private: float  # that only this process has: heap, weights, caches
     mapped: float  # pages of mapped files, which the system can take back
 
 

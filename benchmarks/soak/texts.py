@@ -61,7 +61,7 @@ async def ask_idle(client: aiohttp.ClientSession, texts: list[str]) -> Idle:
 
 def in_order_of_labels(classes: list[dict[str, Any]]) -> list[float]:
     """Return the scores of LABELS from the classes of one text, which come best first."""
-    scores = {own["label"]: own["score"] for own in classes}
+    scores = {entry["label"]: entry["score"] for entry in classes}
     return [scores[label] for label in LABELS]
 
 

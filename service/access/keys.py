@@ -61,7 +61,7 @@ class KeyRing:
     """The keys that are valid now. Used on the event loop."""
 
     def __init__(
-        self, file: Path | None, own: str | None, store: Store, max_seconds: float = _MAX_SECONDS
+        self, file: Path | None, option: str | None, store: Store, max_seconds: float = _MAX_SECONDS
     ) -> None:
         """file: of --api-keys. own: the text of --api-key. store: of what keys have used.
 
@@ -70,7 +70,7 @@ class KeyRing:
         self._file = file
         self._store, self._max_seconds = store, max_seconds
         self._salt = secrets.token_bytes(32)
-        self._own = _lines_of_option(own, self._digest) if own is not None else []
+        self._option_lines = _lines_of_option(option, self._digest) if option is not None else []
         self._holders: dict[bytes, KeyHolder] = {}  # by the digest of a key
         self.reload()
 
@@ -79,7 +79,7 @@ class KeyRing:
 
         Raises InvalidSettings, which names the line and never its content, and then changes nothing.
         """
-        lines = [*self._own, *(_lines_of_file(self._file, self._digest) if self._file else ())]
+        lines = [*self._option_lines, *(_lines_of_file(self._file, self._digest) if self._file else ())]
         before = {holder.name: holder for holder in self._holders.values()}
         holders: dict[str, KeyHolder] = {}
         found: dict[bytes, KeyHolder] = {}
@@ -135,12 +135,12 @@ def key_ring(settings: Settings, store: Store) -> KeyRing | None:
 
     store: of what keys have used.
     """
-    own = settings.api_key.get_secret_value() if settings.api_key is not None else None
-    if settings.api_keys is None and own is None:
+    option = settings.api_key.get_secret_value() if settings.api_key is not None else None
+    if settings.api_keys is None and option is None:
         return None
     # Beside its computation, a request is received and its response is sent.
     max_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
-    return KeyRing(settings.api_keys, own, store, max_seconds)
+    return KeyRing(settings.api_keys, option, store, max_seconds)
 
 
 class _Line(NamedTuple):
@@ -153,9 +153,9 @@ class _Line(NamedTuple):
 
 def _presented(headers: Mapping[bytes, bytes]) -> bytes | None:
     """Return the key in a request's headers. X-API-Key comes first: some clients always send a Bearer."""
-    own = headers.get(b"x-api-key")
-    if own is not None:
-        return own.strip()
+    key = headers.get(b"x-api-key")
+    if key is not None:
+        return key.strip()
     scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
     return credentials.strip() if scheme.lower() == b"bearer" else None
 

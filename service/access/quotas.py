@@ -70,10 +70,10 @@ class QuotaUse:
         """
 
         def count(used: _Used) -> None:
-            most, now = self._quotas.in_flight, self._clock()
-            if most is not None and used.total_in_flight(now) >= most:
+            maximum, now = self._quotas.in_flight, self._clock()
+            if maximum is not None and used.total_in_flight(now) >= maximum:
                 raise QuotaExceeded(
-                    f"the key has {most} requests in flight, which is all that it may have",
+                    f"the key has {maximum} requests in flight, which is all that it may have",
                     quota="in_flight",
                     retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
                 )
@@ -172,11 +172,13 @@ class _Used:
 
     def written(self) -> bytes:
         buckets = (("requests", self.requests), ("tokens", self.tokens))
-        levels = {name: (own.level, own.refilled_at) for name, own in buckets if own is not None}
+        levels = {name: (bucket.level, bucket.refilled_at) for name, bucket in buckets if bucket is not None}
         return orjson.dumps({**levels, "in_flight": self.in_flight})
 
     def total_in_flight(self, now: float) -> int:
-        self.in_flight = {process: own for process, own in self.in_flight.items() if own[1] > now}
+        self.in_flight = {
+            process: requests for process, requests in self.in_flight.items() if requests[1] > now
+        }
         return sum(count for count, _ in self.in_flight.values())
 
     def add_in_flight(self, process: str, change: int, ends_at: float) -> None:

@@ -79,31 +79,33 @@ class BatchRunner:
         if self._results is not None:
             self._results.clear()
 
-    def not_known(self, own: Slice) -> Slice:
+    def not_known(self, piece: Slice) -> Slice:
         """Return the sequences of a slice that their request must compute itself.
 
         The others have a result that is kept, or wait for the result of another request.
         """
-        if self._results is None or own.names is None:
-            return own
-        found = self._results.find(own.names, lambda index: own.part(index, index + 1))
+        if self._results is None or piece.names is None:
+            return piece
+        found = self._results.find(piece.names, lambda index: piece.part(index, index + 1))
         try:
             unknown = [index for index, result in enumerate(found) if result is Lookup.UNKNOWN]
-            if len(unknown) == len(own):
-                return own
-            computed = own.select(unknown)
-            self._answer_known(own, found)
+            if len(unknown) == len(piece):
+                return piece
+            computed = piece.select(unknown)
+            self._answer_known(piece, found)
         except BaseException:
             # The caller does not get to know them, and others may wait for them already.
-            self._give_up([own.names[index] for index in range(len(own)) if found[index] is Lookup.UNKNOWN])
+            self._give_up(
+                [piece.names[index] for index in range(len(piece)) if found[index] is Lookup.UNKNOWN]
+            )
             raise
         return computed
 
     def give_up(self, slices: Iterable[Slice]) -> None:
         """Let others compute sequences whose results they waited for, because their request does not."""
-        for own in slices:
-            if own.names is not None:
-                self._give_up(own.names)
+        for piece in slices:
+            if piece.names is not None:
+                self._give_up(piece.names)
 
     def _give_up(self, names: Sequence[bytes]) -> None:
         for expected in self._results.give_up(names) if self._results is not None else ():
@@ -123,7 +125,9 @@ class BatchRunner:
 
         requests: others that fail with them.
         """
-        self.reject([(request, InternalError()) for request in (*(own.request for own in batch), *requests)])
+        self.reject(
+            [(request, InternalError()) for request in (*(piece.request for piece in batch), *requests)]
+        )
         self.give_up(batch)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
@@ -135,7 +139,7 @@ class BatchRunner:
         engine, verifier = self._serving
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
-        prefills = PrefillBatch([own.prefill for own in batch])
+        prefills = PrefillBatch([piece.prefill for piece in batch])
         if engine.key_values and engine.key_values.store.looks_ahead:
             engine.key_values.store.expect(self._queue.upcoming())
         try:
@@ -147,11 +151,11 @@ class BatchRunner:
             result = None
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
-            for own in batch:
-                if own.request.future.done():
-                    self.give_up([own])
+            for piece in batch:
+                if piece.request.future.done():
+                    self.give_up([piece])
                 else:
-                    self.run([own])
+                    self.run([piece])
             return
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
@@ -160,22 +164,22 @@ class BatchRunner:
         if verifier and policy:
             verifier.offer(prefills, result, policy)
 
-    def _answer_known(self, own: Slice, found: Sequence[RequestResult | Lookup]) -> None:
+    def _answer_known(self, piece: Slice, found: Sequence[RequestResult | Lookup]) -> None:
         """Hand results that are kept to the request of a slice, and answer it if all are known."""
         answer: RequestResult | None = None
-        lengths = np.diff(own.prefill.offsets).tolist()
-        for place, result, tokens in zip(own.places, found, lengths, strict=True):
+        lengths = np.diff(piece.prefill.offsets).tolist()
+        for place, result, tokens in zip(piece.places, found, lengths, strict=True):
             if result is not Lookup.UNKNOWN:
                 is_kept = result is not Lookup.WAITS
                 self._metrics.observe_repeated("kept" if is_kept else "in_flight", tokens)
             if isinstance(result, RequestResult):
-                answer = own.request.add(result, [place])
+                answer = piece.request.add(result, [place])
         if answer is not None:
-            self._resolve([(own.request, answer)])
+            self._resolve([(piece.request, answer)])
 
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
-        requests = dict.fromkeys([own.request for own in batch])
+        requests = dict.fromkeys([piece.request for piece in batch])
         self._metrics.observe_queue(
             started - request.timing.queued_at for request in requests if not request.timing.batch_at
         )
@@ -188,10 +192,10 @@ class BatchRunner:
             request.timing.add_batch(started, len(result.outcomes))
         counted: list[Outcome] = []
         first = 0
-        for own in batch:
-            if own.request.counted:
-                counted += result.outcomes[first : first + len(own)]
-            first += len(own)
+        for piece in batch:
+            if piece.request.counted:
+                counted += result.outcomes[first : first + len(piece)]
+            first += len(piece)
         self._metrics.observe_outcomes(counted)
 
     def _deliver(self, batch: Batch, result: PrefillResult) -> None:
@@ -220,16 +224,16 @@ class BatchRunner:
         Adds each request that is complete to `finished`, and each request that fails to `failed`.
         """
         first = 0
-        for own in batch:
-            rows = range(first, first + len(own))
+        for piece in batch:
+            rows = range(first, first + len(piece))
             first = rows.stop
             try:
-                part = RequestResult.of(result, rows, own.prefill.tokens)
+                part = RequestResult.of(result, rows, piece.prefill.tokens)
             except BaseException as error:
-                self._not_delivered(own.request, error, failed)
-                self.give_up([own])
+                self._not_delivered(piece.request, error, failed)
+                self.give_up([piece])
                 continue
-            found = [(own.request, part, own.places), *self._shared(own, part, result, rows, failed)]
+            found = [(piece.request, part, piece.places), *self._shared(piece, part, result, rows, failed)]
             for waiting, computed, places in found:
                 if waiting in failed:
                     continue
@@ -242,7 +246,7 @@ class BatchRunner:
 
     def _shared(
         self,
-        own: Slice,
+        piece: Slice,
         part: RequestResult,
         result: PrefillResult,
         rows: range,
@@ -256,15 +260,15 @@ class BatchRunner:
         finite = result.finite[rows.start : rows.stop]
         broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
         for index in broken:
-            self._fail_not_finite(own, index, failed)
-        if self._results is None or own.names is None:
+            self._fail_not_finite(piece, index, failed)
+        if self._results is None or piece.names is None:
             return []
         found: list[tuple[PendingRequest, RequestResult, Sequence[int]]] = []
         kept: dict[bytes, RequestResult] = {}
-        offsets = own.prefill.offsets
+        offsets = piece.prefill.offsets
         try:
             exact = {
-                own.names[index]: part.repeatable(index, offsets[index + 1] - offsets[index])
+                piece.names[index]: part.repeatable(index, offsets[index + 1] - offsets[index])
                 for index in self._exact(part, finite, result.cached_tokens[rows.start : rows.stop])
             }
             waited = self._results.settle(exact)
@@ -273,9 +277,9 @@ class BatchRunner:
                 found.append((expected.request, shared, expected.places))
         except BaseException as error:
             log_failure(logger, "results were not kept for others", error)
-        if len(kept) + len(broken) < len(own):
+        if len(kept) + len(broken) < len(piece):
             # Not the one for the other, because their results will be approximate too.
-            left = set(own.names) - kept.keys() - {own.names[index] for index in broken}
+            left = set(piece.names) - kept.keys() - {piece.names[index] for index in broken}
             for expected in self._results.give_up(left):
                 self._instead(replace(expected, names=None))
         return found
@@ -303,24 +307,26 @@ class BatchRunner:
         log_failure(logger, "a result was not delivered", error)
         failed.setdefault(request, InternalError())
 
-    def _fail_not_finite(self, own: Slice, index: int, failed: dict[PendingRequest, AttnCacheError]) -> None:
+    def _fail_not_finite(
+        self, piece: Slice, index: int, failed: dict[PendingRequest, AttnCacheError]
+    ) -> None:
         """Fail the request of a sequence whose result is not finite, and those that waited for the result."""
-        expected = [(own.request, own.places[index])]
-        if self._results is not None and own.names is not None:
-            waiters = self._results.give_up([own.names[index]])
+        expected = [(piece.request, piece.places[index])]
+        if self._results is not None and piece.names is not None:
+            waiters = self._results.give_up([piece.names[index]])
             expected += [(waiter.request, waiter.places[0]) for waiter in waiters]
         for request, place in expected:
             failed.setdefault(request, NotFinite.of(place // len(request.prompt.sequence_plans)))
 
-    def _instead(self, own: Slice) -> None:
+    def _instead(self, piece: Slice) -> None:
         """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
-        request = own.request
+        request = piece.request
         if request.future.done():
             return
         try:
-            own = self.not_known(own)
-            if len(own):
-                self._compute_again(own)
+            piece = self.not_known(piece)
+            if len(piece):
+                self._compute_again(piece)
         except BaseException as error:
             log_failure(logger, "a sequence was not queued again", error)
             self.reject([(request, InternalError())])

@@ -129,23 +129,23 @@ class Batcher:
         InternalError.
         """
         engine = self._runner.engine
-        own = prompt or engine.tokenizer.default_prompt
-        maps = reuse and engine.may_reuse(own, labels)
+        used = prompt or engine.tokenizer.default_prompt
+        maps = reuse and engine.may_reuse(used, labels)
         shares = engine.runner.shares_prefixes(maps)
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares
         future: asyncio.Future[RequestResult] = self._loop.create_future()
         request = PendingRequest(
             source,
-            own,
+            used,
             maps,
             counted,
             future,
             flow,
             shares,
             salt if reuse and shares else None,
-            engine.may_blend(own, labels),
-            SequenceNames(salt, own.sequence_plans)
+            engine.may_blend(used, labels),
+            SequenceNames(salt, used.sequence_plans)
             if reuse and repeats and self._results is not None
             else None,
             timing or Timing(),
@@ -214,9 +214,9 @@ class Batcher:
         """Fail the requests of a batch that will not be run, and other requests."""
         self._runner.fail(batch, requests)
 
-    def _compute_again(self, own: Slice) -> None:
+    def _compute_again(self, piece: Slice) -> None:
         """Compute what its request expected from another request."""
-        self._start(self._queue.add_again(own))
+        self._start(self._queue.add_again(piece))
 
     def _run_until_empty(self) -> None:
         try:

@@ -60,14 +60,14 @@ class Chosen:
         if reason := engine.blending.refusal:
             raise InvalidInput(f"segments cannot be used in any order: {reason}", field="segments")
         frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
-        own = engine.tokenizer.turns(segments, "segments")
-        if max(map(len, own)) > frame.room:
+        chunks = engine.tokenizer.turns(segments, "segments")
+        if max(map(len, chunks)) > frame.room:
             raise InputTooLong(
                 f"a segment has more than {frame.room} tokens; make it shorter", field="segments"
             )
         opening = frame.before[: frame.opening]
         return cls(
-            Prompt(Template(), (SequencePlan(0),)), [[*opening, *ids] for ids in own], salt, whole=True
+            Prompt(Template(), (SequencePlan(0),)), [[*opening, *ids] for ids in chunks], salt, whole=True
         )
 
     @property
@@ -104,7 +104,7 @@ class Chosen:
         if self.whole and engine.key_values:
             return [engine.key_values.whole(ids, self.salt) for ids in self.sequences]
         found = [request.prefix_key for request in self.requests(engine)]
-        return [own for own in found if own is not None]
+        return [key for key in found if key is not None]
 
 
 def store_of(engine: PrefillEngine) -> KeyValueStore:

@@ -53,14 +53,14 @@ class FairOrder(Generic[T]):
         """The cost of all items that wait; `ahead` is at most as much."""
         return self._root.cost
 
-    def ahead(self, flow: Sequence[Hashable], most: float | None = None) -> int:
+    def ahead(self, flow: Sequence[Hashable], maximum: float | None = None) -> int:
         """Return the cost that is charged, at most, before an item that is added to a flow now is served.
 
         Each other flow counts too much, by up to what it is charged at once. Items that are added later may
         go first if their flows did not wait yet.
-        most: the caller only asks whether the cost is above it; the cost is then not always counted anew.
+        maximum: the caller only asks whether the cost is above it; the cost is then not always counted anew.
         """
-        return self._root.ahead(flow, most)
+        return self._root.ahead(flow, maximum)
 
     def head(self) -> T | None:
         """Return the item to serve next, or None if there is no item."""
@@ -86,11 +86,11 @@ class _Counted:
     ahead: int
     added: int = 0  # since then
 
-    def compared(self, time: float, most: float) -> int | None:
+    def compared(self, time: float, maximum: float) -> int | None:
         """Return a cost that is above `most` if and only if the one of a child with this time is, or None."""
         at_most = self.ahead + self.added
-        is_above = time >= self.time and self.ahead > most
-        is_below = time <= self.time and at_most <= most
+        is_above = time >= self.time and self.ahead > maximum
+        is_below = time <= self.time and at_most <= maximum
         return at_most if is_above or is_below else None
 
 
@@ -101,11 +101,11 @@ class _Flow(Generic[T]):
         "_at_once",
         "_children",
         "_counted",
+        "_direct",
+        "_direct_cost",
         "_heap",
         "_now",
         "_numbers",
-        "_own",
-        "_own_cost",
         "_served",
         "_waiting",
         "cost",
@@ -120,8 +120,8 @@ class _Flow(Generic[T]):
         self._at_once = at_once
         self.cost = 0  # of all items
         self.count_of_items = 0
-        self._own: deque[T] = deque()
-        self._own_cost = 0
+        self._direct: deque[T] = deque()  # items that belong to no child
+        self._direct_cost = 0
         self._children: dict[Hashable, _Flow[T]] = {}
         # Each child once, by a time that it has or had, and by when it was put there.
         self._heap: list[tuple[float, int, Hashable]] = []
@@ -132,14 +132,14 @@ class _Flow(Generic[T]):
         self._served: _Flow[T] | None = None  # the child whose item `head` returned
 
     def items(self) -> Iterator[T]:
-        yield from self._own
-        for child in sorted(self._children.values(), key=lambda own: own.time):
+        yield from self._direct
+        for child in sorted(self._children.values(), key=lambda flow: flow.time):
             yield from child.items()
 
     def add(self, item: T, flow: Sequence[Hashable]) -> None:
         self.count_of_items += 1
         if not flow:
-            self._own.append(item)
+            self._direct.append(item)
             return
         name = flow[0]
         child = self._children.get(name)
@@ -160,26 +160,26 @@ class _Flow(Generic[T]):
         if flow:
             self._children[flow[0]].count(flow[1:], cost)
         else:
-            self._own_cost += cost
+            self._direct_cost += cost
 
-    def ahead(self, flow: Sequence[Hashable], most: float | None) -> int:
+    def ahead(self, flow: Sequence[Hashable], maximum: float | None) -> int:
         if not flow:
-            return self._own_cost
+            return self._direct_cost
         child = self._children.get(flow[0])
         if child is not None and child.count_of_items:
-            within = child.ahead(flow[1:], most)
+            within = child.ahead(flow[1:], maximum)
             ahead = within + self._ahead_at(within + child.time, child)
-            is_known = most is None or ahead <= most or within > most
+            is_known = maximum is None or ahead <= maximum or within > maximum
             return ahead if is_known else self.ahead(flow, None)
         starts = self._now if child is None else max(child.time, self._now)
-        known = self._counted.compared(starts, most) if self._counted and most is not None else None
+        known = self._counted.compared(starts, maximum) if self._counted and maximum is not None else None
         if known is None:
             known = self._ahead_at(starts, child)
             self._counted = _Counted(starts, known)
         return known
 
     def _ahead_at(self, time: float, child: _Flow[T] | None) -> int:
-        """Return what others are charged until their times have passed this one, and own items."""
+        """Return what other children are charged until their times have passed `time`, plus direct items."""
         latest = time + self._at_once
         # With thousands of flows, a call of min for each would take most of the event loop's time.
         others = [
@@ -187,12 +187,12 @@ class _Flow(Generic[T]):
             for other in self._children.values()
             if other.cost and other.time <= time and other is not child
         ]
-        return self._own_cost + math.ceil(sum(others))
+        return self._direct_cost + math.ceil(sum(others))
 
     def head(self) -> T | None:
-        if self._own:
+        if self._direct:
             self._served = None
-            return self._own[0]
+            return self._direct[0]
         while self._heap:
             time, _, name = self._heap[0]
             child = self._children[name]
@@ -230,5 +230,5 @@ class _Flow(Generic[T]):
             child.end_turn()
             self._waiting -= not child.count_of_items
         else:
-            self._own.remove(item)
+            self._direct.remove(item)
         self.count_of_items -= 1

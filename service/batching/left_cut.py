@@ -33,11 +33,11 @@ def cut_left(
                 "truncation_direction left is not accepted for pairs, which are cut at their end",
                 field="truncation_direction",
             )
-        own = _sequences(engine, text, prompt, index)
-        tokens += sum(map(len, own))
+        of_text = _sequences(engine, text, prompt, index)
+        tokens += sum(map(len, of_text))
         if tokens > max_total_tokens:
             raise too_many(tokens, max_total_tokens, "inputs")
-        sequences += own
+        sequences += of_text
     return sequences
 
 

@@ -96,15 +96,15 @@ class Slice:
 
     def part(self, first: int, stop: int) -> Slice:
         """Return the sequences from `first` to `stop`."""
-        own = slice(first, stop)
+        part = slice(first, stop)
         return Slice(
             self.request,
             self.prefill.part(first, stop),
-            self.places[own],
+            self.places[part],
             self.costs[first : stop + 1],
-            self.texts[own],
-            self.whole and self.whole[own],
-            self.names and self.names[own],
+            self.texts[part],
+            self.whole and self.whole[part],
+            self.names and self.names[part],
         )
 
     def select(self, indices: Sequence[int]) -> Slice:
@@ -212,14 +212,14 @@ class PendingRequest:
             empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
             text = f"inputs[{empty // len(plans)}]"
             raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
-        own = Slice(self, made, places, made.offsets, places)
+        piece = Slice(self, made, places, made.offsets, places)
         if self.shares_prefixes or part.salt is not None:
-            self._count_given(engine, part, own)
+            self._count_given(engine, part, piece)
         # Another salt than the request's own says that keys and values were truncated, which approximates.
         if self.names is not None and part.salt == self.salt:
-            own.names = self.names.of(made, places)
+            piece.names = self.names.of(made, places)
         self.tokenized = places.stop
-        return own
+        return piece
 
     def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
         """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
@@ -233,7 +233,7 @@ class PendingRequest:
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
         return result if is_whole else joined(self._results)
 
-    def _count_given(self, engine: PrefillEngine, part: Tokenized, own: Slice) -> None:
+    def _count_given(self, engine: PrefillEngine, part: Tokenized, piece: Slice) -> None:
         """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""
         sequences, plans, salt = part.sequences, self.prompt.sequence_plans, part.salt
         whole = added = list(map(len, sequences))
@@ -243,15 +243,17 @@ class PendingRequest:
                 for ids, plan in zip(sequences, cycle(plans), strict=False)
             ]
             whole = [length - engine.stored_tokens(key) for length, key in zip(whole, keys, strict=True)]
-            own.prefill.prefix_keys = keys
+            piece.prefill.prefix_keys = keys
             if part.chunked is not None and self.may_blend:
                 chunked = [part.chunked[index // len(plans)] for index in range(len(sequences))]
                 blends = list(map(engine.blending.blend, chunked, sequences, repeat(salt)))
-                own.prefill.blends = blends if any(blends) else None
-                whole = [blend.tokens if blend else own for blend, own in zip(blends, whole, strict=True)]
+                piece.prefill.blends = blends if any(blends) else None
+                whole = [
+                    blend.tokens if blend else tokens for blend, tokens in zip(blends, whole, strict=True)
+                ]
         if self.shares_prefixes:
             before = [] if self._last_ids is None else [self._last_ids]
             added = added_tokens([*before, *sequences])[len(before) :]
-            own.whole, own.texts = whole, [place // len(plans) for place in own.places]
+            piece.whole, piece.texts = whole, [place // len(plans) for place in piece.places]
             self._last_ids = sequences[-1]
-        own.costs = [0, *accumulate(map(min, added, whole))]
+        piece.costs = [0, *accumulate(map(min, added, whole))]

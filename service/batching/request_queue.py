@@ -111,15 +111,15 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def add_again(self, own: Slice) -> int:
+    def add_again(self, piece: Slice) -> int:
         """Queue sequences that their request expected from another, and must compute itself after all.
 
         Returns the number of engine threads that the caller must start.
         """
-        request = own.request
+        request = piece.request
         with self._lock:
-            request.waiting.append(own)
-            self._enter(request, len(own), own.tokens)
+            request.waiting.append(piece)
+            self._enter(request, len(piece), piece.tokens)
             # Asked after the slice was added: a request that ends now is withdrawn with it.
             has_ended = request.future.done()
             if has_ended:
@@ -127,7 +127,7 @@ class RequestQueue:
             starting = int(self._running < self._threads and self._may_begin_batch())
             self._running += starting
         if has_ended:
-            self._give_up([own])
+            self._give_up([piece])
         return starting
 
     def withdraw(self, request: PendingRequest) -> Batch:
@@ -147,7 +147,7 @@ class RequestQueue:
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
-                    self._note_speed(sum(own.tokens for own in batch))
+                    self._note_speed(sum(piece.tokens for piece in batch))
 
     def upcoming(self) -> list[PrefixKey]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
@@ -162,7 +162,7 @@ class RequestQueue:
                     self._tokenize_part(request)
                 with self._lock:
                     waiting = list(request.waiting)
-                found += (key for own in waiting for key in own.stored_as)
+                found += (key for piece in waiting for key in piece.stored_as)
                 if len(found) >= _MAX_UPCOMING:
                     break
         return found[:_MAX_UPCOMING]
@@ -278,21 +278,21 @@ class RequestQueue:
 
         The caller must hold the lock.
         """
-        own = request.waiting[0]
-        fitting = own.fitting(room.tokens, room.texts, room.part)
+        piece = request.waiting[0]
+        fitting = piece.fitting(room.tokens, room.texts, room.part)
         if not fitting.sequences and not batch:
-            fitting = own.fitting(room.tokens, texts=1)
+            fitting = piece.fitting(room.tokens, texts=1)
         if not fitting.sequences and not batch:
             # The sequence is too long, and no other batch has more room.
-            fitting = own.first(1)
+            fitting = piece.first(1)
         if not fitting.sequences:
             return False
-        is_whole = fitting.sequences == len(own)
+        is_whole = fitting.sequences == len(piece)
         if is_whole:
             taken = request.waiting.popleft()
         else:
-            taken = own.part(0, fitting.sequences)
-            request.waiting[0] = own.part(fitting.sequences, len(own))
+            taken = piece.part(0, fitting.sequences)
+            request.waiting[0] = piece.part(fitting.sequences, len(piece))
         batch.append(taken)
         self._count(request, -len(taken), -taken.tokens)
         room.tokens -= fitting.tokens
@@ -324,29 +324,29 @@ class RequestQueue:
         The caller must hold `_forming`, and not the lock.
         """
         before, guessed = request.tokenized, request.guessed_tokens
-        own = self._tokenize(request)
+        piece = self._tokenize(request)
         with self._lock:
-            if own is None:
+            if piece is None:
                 self._leave(request)
                 return request.tokenized - before
             has_ended = not request.queued
             if not has_ended:
-                if len(own):
-                    request.waiting.append(own)
+                if len(piece):
+                    request.waiting.append(piece)
                     self._note_length(request)
-                added = own.tokens + request.guessed_tokens - guessed
-                self._count(request, len(own) - (request.tokenized - before), added)
+                added = piece.tokens + request.guessed_tokens - guessed
+                self._count(request, len(piece) - (request.tokenized - before), added)
         if has_ended:
-            self._give_up([own])
-        return request.tokenized - before - len(own)
+            self._give_up([piece])
+        return request.tokenized - before - len(piece)
 
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
         if request.is_tokenized:
             tokens = request.timing.tokens / request.count
-            own = max(0.1, request.source.characters / request.source.count / tokens)
+            measured = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
-            self._characters_per_token = own if before is None else before + 0.1 * (own - before)
+            self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
 
     def _may_begin_batch(self) -> bool:
         """Return whether a free thread should begin a batch now. The caller must hold the lock."""

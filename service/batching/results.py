@@ -56,15 +56,15 @@ class RequestResult(NamedTuple):
 
         rows: indices of the sequences in the batch. tokens: of all these sequences.
         """
-        own = slice(rows.start, rows.stop)
+        part = slice(rows.start, rows.stop)
         return cls(
-            result.outputs[own],
-            result.outcomes[own],
+            result.outputs[part],
+            result.outcomes[part],
             tokens,
-            int(result.cached_tokens[own].sum()),
-            log_probabilities=tuple((result.log_probabilities or ())[own]),
-            token_states=tuple((result.token_states or ())[own]),
-            blends=tuple((result.blends or ())[own]),
+            int(result.cached_tokens[part].sum()),
+            log_probabilities=tuple((result.log_probabilities or ())[part]),
+            token_states=tuple((result.token_states or ())[part]),
+            blends=tuple((result.blends or ())[part]),
         )
 
     @property
@@ -93,15 +93,15 @@ class RequestResult(NamedTuple):
 
         It holds copies, because a row of a batch's outputs would keep all of them in memory.
         """
-        own = slice(index, index + 1)
+        place = slice(index, index + 1)
         return RequestResult(
-            self.outputs[own].copy(),
-            self.outcomes[own],
+            self.outputs[place].copy(),
+            self.outcomes[place],
             tokens,
             0,
             1,
-            tuple(array.copy() for array in self.log_probabilities[own]),
-            tuple(array.copy() for array in self.token_states[own]),
+            tuple(array.copy() for array in self.log_probabilities[place]),
+            tuple(array.copy() for array in self.token_states[place]),
         )
 
 
@@ -114,7 +114,7 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
         if not any(columns):
             return ()
         lengths = [len(part.outcomes) for _, part in parts]
-        whole = [own or (absent,) * length for own, length in zip(columns, lengths, strict=True)]
+        whole = [column or (absent,) * length for column, length in zip(columns, lengths, strict=True)]
         values = list(chain.from_iterable(whole))
         return tuple([values[index] for index in order])
 
@@ -203,7 +203,7 @@ class Results(Generic[W]):
                     found.append(self._find(name, waiter, len(found)))
             except BaseException:
                 self._computing.difference_update(
-                    name for name, own in zip(names, found, strict=False) if own is Lookup.UNKNOWN
+                    name for name, result in zip(names, found, strict=False) if result is Lookup.UNKNOWN
                 )
                 raise
         return found

@@ -107,11 +107,11 @@ class Texts:
         """Yield ranges of texts. around: characters that the template adds to each text."""
         start = characters = 0
         for index, text in enumerate(self.texts):
-            own = characters_of(text) + around
-            if index > start and (characters + own > _PART_CHARACTERS or index == start + _PART_TEXTS):
+            added = characters_of(text) + around
+            if index > start and (characters + added > _PART_CHARACTERS or index == start + _PART_TEXTS):
                 yield start, index
                 start, characters = index, 0
-            characters += own
+            characters += added
         yield start, len(self.texts)
 
 
@@ -162,7 +162,7 @@ class TokenSequences:
             part_tokens += len(ids)
         yield Tokenized(part, salt)
 
-    def _cut(self, index: int, most: int, vocabulary: int) -> list[int]:
+    def _cut(self, index: int, maximum: int, vocabulary: int) -> list[int]:
         ids = self.sequences[index]
         if max(ids) >= vocabulary:
             raise InvalidInput(
@@ -170,11 +170,11 @@ class TokenSequences:
                 f"{vocabulary - 1}; send ids as /tokenize gives them, or send text",
                 field=f"inputs[{index}]",
             )
-        if len(ids) <= most:
+        if len(ids) <= maximum:
             return ids
         if not self.truncate:
-            raise too_long(most, index)
-        return ids[:most] if self.cut == "right" else ids[-most:]
+            raise too_long(maximum, index)
+        return ids[:maximum] if self.cut == "right" else ids[-maximum:]
 
 
 def source_of(inputs: list[str] | list[list[int]], truncate: bool, cut: Side) -> Source:

@@ -177,7 +177,7 @@ class Computing:
     def _run(self, of_texts: Sequence[Sequences]) -> np.ndarray:
         """Return the numbers of texts. Raises NotFinite with the index of a text."""
         engine, task = self._engine, self._task
-        sequences = [ids for own in of_texts for ids in own]
+        sequences = [ids for of_text in of_texts for ids in of_text]
         result = engine.run(engine.requests(sequences, task.prompt, task.label_tokens, reuse=False))
         finite = result.finite.reshape(len(of_texts), -1).all(axis=1)
         numbers = task.numbers(result)

@@ -56,7 +56,7 @@ def calibrate_segments(
 
 def _show(gate: BlendGate, output: Path) -> None:
     budget, measure = gate.budget, gate.budget.measure.value
-    asked = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
+    title = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
     columns = [
         "ratio",
         f"mean {measure}",
@@ -67,21 +67,21 @@ def _show(gate: BlendGate, output: Path) -> None:
     ]
     rows = [
         [
-            f"{own.ratio:.2f}",
-            f"{own.mean:.4f}",
-            f"{own.lower_bound:.4f}",
-            "yes" if own.keeps_budget else "no",
-            f"{own.seconds:.2f}",
-            f"{own.loaded_seconds:.2f}",
+            f"{measured.ratio:.2f}",
+            f"{measured.mean:.4f}",
+            f"{measured.lower_bound:.4f}",
+            "yes" if measured.keeps_budget else "no",
+            f"{measured.seconds:.2f}",
+            f"{measured.loaded_seconds:.2f}",
         ]
-        for own in gate.measured
+        for measured in gate.measured
     ]
     if budget.floor:
-        asked += f", and {budget.floor} for 99 of 100 prompts"
+        title += f", and {budget.floor} for 99 of 100 prompts"
         columns.insert(3, "99 of 100 keep")
-        for own, row in zip(gate.measured, rows, strict=True):
-            row.insert(3, "-" if own.floor is None else f"{own.floor:.4f}")
-    show_table(asked, columns, rows)
+        for measured, row in zip(gate.measured, rows, strict=True):
+            row.insert(3, "-" if measured.floor is None else f"{measured.floor:.4f}")
+    show_table(title, columns, rows)
     if gate.ratio is None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
     else:

@@ -142,14 +142,16 @@ def calibrate(
         return
     if database is None or not texts:
         raise InvalidInput("give --database with --texts, or --segments with --output", field="texts")
-    given = [text for source in texts for text in read_texts(source)]
+    chosen = [text for source in texts for text in read_texts(source)]
     opened = AttentionDatabase.open(database)
     engine = load()
-    kept = kept_indices(engine, given, exclude)
+    kept = kept_indices(engine, chosen, exclude)
     if exclude:
-        click.echo(f"{len(given) - len(kept)} of {len(given)} texts excluded", err=True)
-    given = [given[index] for index in kept]
+        click.echo(f"{len(chosen) - len(kept)} of {len(chosen)} texts excluded", err=True)
+    chosen = [chosen[index] for index in kept]
     budget = chosen_budget(engine)
     with shown_progress() as progress:
-        calibrate_database(engine, opened, engine.tokenize(given), unfamiliar_texts(given), budget, progress)
+        calibrate_database(
+            engine, opened, engine.tokenize(chosen), unfamiliar_texts(chosen), budget, progress
+        )
     show_database(AttentionDatabase.open(database))

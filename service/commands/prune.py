@@ -50,10 +50,10 @@ def prune(
     least important layers, use --drop-attention and --drop-block. To measure the cost in quality, use
     `attncache evaluate`.
     """
-    given = read_texts(texts) if texts else [sentence.text for sentence in default_corpus()]
-    if not given:
+    calibration = read_texts(texts) if texts else [sentence.text for sentence in default_corpus()]
+    if not calibration:
         raise InvalidInput("the file has no texts", field="texts")
-    chosen = spread(given, sample)
+    chosen = spread(calibration, sample)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     with shown_progress() as progress:
         found = measure_importance(

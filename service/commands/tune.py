@@ -147,7 +147,7 @@ def tune(
     are recorded; the other half measures. Serve the result with `attncache serve --config FILE`. A run that
     was stopped continues when the same command is given again.
     """
-    _require_own(output)
+    _require_writable(output)
     plots = _plots(plot) if plot else None
     model = {name: options.pop(name) for name in _OF_MODELS}
     engine: dict[str, Any] = {"dtype": dtype, "threads": threads, "device": device, "max_tokens": max_tokens}
@@ -172,15 +172,15 @@ def tune(
         )
         sys.exit(_INTERRUPTED)
     show_report(report)
-    given = {**model, **engine, "classifier": classifier}
-    write_settings(output, _settings(report, given, output), list(comment(report)))
+    used = {**model, **engine, "classifier": classifier}
+    write_settings(output, _settings(report, used, output), list(comment(report)))
     click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plots and plot:
         plots.ways(report, plot.stem)
         click.echo(str(plot))
 
 
-def _require_own(output: Path) -> None:
+def _require_writable(output: Path) -> None:
     """Raise InvalidInput unless the file of settings may be written: it is missing, or of a tuning."""
     if output.suffix != ".toml":
         raise InvalidInput(f"--output {output} must end in .toml", field="output")
@@ -209,9 +209,9 @@ def _read(sources: Sequence[str], label_column: str | None) -> Texts:
         return Texts([text for source in sources for text in read_texts(source)], None)
     texts, labels = [], []
     for source in sources:
-        own = read_texts_with_labels(source, label_column)
-        texts += own[0]
-        labels += own[1]
+        read = read_texts_with_labels(source, label_column)
+        texts += read[0]
+        labels += read[1]
     return Texts(texts, labels)
 
 
@@ -224,21 +224,21 @@ def _show_texts(choosing: Texts, measuring: Texts, results: Results) -> None:
         click.echo(f"{results.measured} ways were measured before", err=True)
 
 
-def _show_way(own: MeasuredWay, was_kept: bool) -> None:
-    click.echo(f"{line_of(own)}{' (measured before)' if was_kept else ''}", err=True)
+def _show_way(measured: MeasuredWay, was_kept: bool) -> None:
+    click.echo(f"{line_of(measured)}{' (measured before)' if was_kept else ''}", err=True)
 
 
 def _show_failure(name: str, reason: str) -> None:
     click.echo(f"{name} is left out: {reason}", err=True)
 
 
-def _settings(report: TuneReport, given: dict[str, Any], output: Path) -> dict[str, object]:
+def _settings(report: TuneReport, options: dict[str, Any], output: Path) -> dict[str, object]:
     """Return the settings of `serve` that run the chosen way. Saves the classifier of a variant.
 
     given: the operator's options by name. Paths become absolute, because `serve` may run in another folder.
     """
     way = report.chosen.way if report.chosen else Way(dtype="float32")
-    values = {name: value for name, value in given.items() if value != Settings.model_fields[name].default}
+    values = {name: value for name, value in options.items() if value != Settings.model_fields[name].default}
     if report.classifier:
         values["classifier"] = output.with_suffix(".classifier")
         report.classifier.save(values["classifier"])

@@ -37,22 +37,22 @@ def table(report: TuneReport) -> tuple[list[str], list[list[str]]]:
     Speeds are ratios to the exact model: of full batches, and of one text alone. MB are of the weights.
     """
     agrees = report.budget.measure is Measure.AGREEMENT
-    has_accuracy = any(own.accuracy is not None for own in report.measured)
-    has_hits = any(own.way.maps for own in report.measured)
+    has_accuracy = any(measured.accuracy is not None for measured in report.measured)
+    has_hits = any(measured.way.maps for measured in report.measured)
     columns = ["way", str(report.budget.measure)]
     columns += [] if agrees else ["99 of 100"]
     columns += ["accuracy"] if has_accuracy else []
     columns += ["speed", "one text", "MB"]
     columns += ["hits"] if has_hits else []
     rows = []
-    for own in sorted(report.measured, key=lambda own: -own.speed):
-        quality = own.quality
-        row = [f"{'* ' if own is report.chosen else ''}{own.way.name}"]
+    for measured in sorted(report.measured, key=lambda measured: -measured.speed):
+        quality = measured.quality
+        row = [f"{'* ' if measured is report.chosen else ''}{measured.way.name}"]
         row += [f"{quality.mean:.4f}"]
         row += [] if agrees else ["-" if quality.floor is None else f"{quality.floor:.4f}"]
-        row += ["-" if own.accuracy is None else f"{own.accuracy:.4f}"] if has_accuracy else []
-        row += [f"{own.speed:.2f}", f"{own.speed_alone:.2f}", f"{own.weight_bytes / 1e6:,.0f}"]
-        row += [f"{own.hit_rate:.0%}" if own.way.maps else ""] if has_hits else []
+        row += ["-" if measured.accuracy is None else f"{measured.accuracy:.4f}"] if has_accuracy else []
+        row += [f"{measured.speed:.2f}", f"{measured.speed_alone:.2f}", f"{measured.weight_bytes / 1e6:,.0f}"]
+        row += [f"{measured.hit_rate:.0%}" if measured.way.maps else ""] if has_hits else []
         rows.append([*row, "inside" if quality.keeps(report.budget) else "outside"])
     return [*columns, "budget"], rows
 
@@ -96,9 +96,9 @@ def comment(report: TuneReport) -> Iterator[str]:
     yield ""
 
 
-def line_of(own: MeasuredWay) -> str:
+def line_of(measured: MeasuredWay) -> str:
     """Return the figures of a way in one line."""
-    return f"{own.way.name}: quality {own.quality.mean:.4f}, {_gain(own)}"
+    return f"{measured.way.name}: quality {measured.quality.mean:.4f}, {_gain(measured)}"
 
 
 def _in_words(budget: Budget) -> str:
@@ -109,8 +109,8 @@ def _in_words(budget: Budget) -> str:
     return f"mean cosine to the model in float32 at least {budget.least}{floor}"
 
 
-def _gain(own: MeasuredWay) -> str:
-    return f"batches {own.speed:.2f} times as fast, one text {own.speed_alone:.2f} times"
+def _gain(measured: MeasuredWay) -> str:
+    return f"batches {measured.speed:.2f} times as fast, one text {measured.speed_alone:.2f} times"
 
 
 def _facts(report: TuneReport) -> dict[str, object]:

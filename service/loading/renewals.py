@@ -104,10 +104,10 @@ def _followed(engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint)
 def _passed_on(loaded: Iterator[Loaded]) -> Generator[Loaded, None, PrefillEngine | None]:
     """Yield what is loaded, and return the last engine."""
     engine: PrefillEngine | None = None
-    for own in loaded:
-        if isinstance(own, PrefillEngine):
-            engine = own
-        yield own
+    for loaded_engine in loaded:
+        if isinstance(loaded_engine, PrefillEngine):
+            engine = loaded_engine
+        yield loaded_engine
     return engine
 
 

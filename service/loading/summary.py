@@ -38,9 +38,9 @@ def expected_savings(engine: PrefillEngine) -> str:
     reuse = engine.map_reuse
     if engine.key_values:
         store = engine.key_values.store
-        most = store.memory.pool.places * store.layout.block_bytes / 2**20
+        maximum = store.memory.pool.places * store.layout.block_bytes / 2**20
         disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
-        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}{_blended(engine)}"
+        return f"storing keys and values in up to {maximum:,.0f} MiB of memory{disk}{_blended(engine)}"
     if reuse is None:
         return f"serving exactly: {'; '.join(engine.reuse_off) or 'there is no database'}"
     if reuse.reuse_off:
@@ -58,14 +58,14 @@ def expected_savings(engine: PrefillEngine) -> str:
     makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
     # The bound of full batches decides whether anything is reused, and that of single texts where.
     proven = f"full batches at least {gain.full_batch_bound:+.1%} with 95 % confidence"
-    asked = f"needed is {reuse.gain.required:+.1%}, by --min-gain {reuse.gain.min_gain:g}"
+    required = f"needed is {reuse.gain.required:+.1%}, by --min-gain {reuse.gain.min_gain:g}"
     if gain.full_batch_bound >= reuse.gain.required and not reuse.approximates:
-        asked += ", and no length group reaches --min-gain alone"
+        required += ", and no length group reaches --min-gain alone"
     if not reuse.approximates:
-        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {asked})"
+        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {required})"
     least = reuse.gain.least_tokens
     where = f" in batches of at least {least} tokens" if least else ""
-    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {asked}; {kept})"
+    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {required}; {kept})"
 
 
 def why_exact(manifest: Manifest) -> str:

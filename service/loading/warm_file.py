@@ -72,16 +72,18 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
     chosen = [_chosen(engine, line, settings, f"{settings.warm}, line {number}") for number, line in lines]
     done = 0
     for batch in _batches(chosen, settings.max_batch_tokens):
-        engine.run([request for own in batch for request in own.requests(engine)])
-        for own, (_, line) in zip(batch, lines[done:], strict=False):
-            for prefix_key in own.prefix_key(engine) if line.pin else ():
+        engine.run([request for prompt in batch for request in prompt.requests(engine)])
+        for prompt, (_, line) in zip(batch, lines[done:], strict=False):
+            for prefix_key in prompt.prefix_key(engine) if line.pin else ():
                 store.pin(prefix_key)
         done += len(batch)
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
             logger.info("computed %d of %d lines of %s", done, len(chosen), settings.warm)
-    stored = sum(sum(store.lookup(prefix_key)) for own in chosen for prefix_key in own.prefix_key(engine))
-    tokens, seconds = sum(own.tokens for own in chosen), time.monotonic() - started
+    stored = sum(
+        sum(store.lookup(prefix_key)) for prompt in chosen for prefix_key in prompt.prefix_key(engine)
+    )
+    tokens, seconds = sum(prompt.tokens for prompt in chosen), time.monotonic() - started
     logger.info("%d of %d tokens of %s are stored, %.1f s", stored, tokens, settings.warm, seconds)
 
 
@@ -130,11 +132,11 @@ def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: st
 def _batches(chosen: Sequence[Chosen], max_total_tokens: int) -> Iterator[list[Chosen]]:
     """Yield neighbours of at most `max_total_tokens` tokens together; more than that stands alone."""
     batch: list[Chosen] = []
-    for own in chosen:
-        if batch and sum(each.tokens for each in batch) + own.tokens > max_total_tokens:
+    for prompt in chosen:
+        if batch and sum(each.tokens for each in batch) + prompt.tokens > max_total_tokens:
             yield batch
             batch = []
-        batch.append(own)
+        batch.append(prompt)
     if batch:
         yield batch
 

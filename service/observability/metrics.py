@@ -404,7 +404,9 @@ class _Chosen(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._collector.collect():
-            metric.samples = [own for own in metric.samples if not self._names or own.name in self._names]
+            metric.samples = [
+                sample for sample in metric.samples if not self._names or sample.name in self._names
+            ]
             if metric.samples:
                 yield metric
 
@@ -480,20 +482,20 @@ def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
         labels=("tier",),
     )
     used = GaugeMetricFamily("attncache_kv_bytes", "Bytes of stored keys and values", labels=("tier",))
-    most = GaugeMetricFamily(
+    maximum = GaugeMetricFamily(
         "attncache_kv_max_bytes", "Most bytes that keys and values may take", labels=("tier",)
     )
     for tier, held in zip(TIERS, (info.memory if info else None, disk), strict=True):
         given.add_metric((tier,), info.given_blocks[tier] if info else 0)
         used.add_metric((tier,), held.bytes if held else 0)
-        most.add_metric((tier,), held.most_bytes if held else 0)
+        maximum.add_metric((tier,), held.most_bytes if held else 0)
     evictions = CounterMetricFamily(
         "attncache_kv_evictions", "Blocks of keys and values that were dropped", labels=("tier", "reason")
     )
     for tier, reason in _EVICTIONS:
         evicted = info.evicted_blocks.get(tier, {}) if info else {}
         evictions.add_metric((tier, reason), evicted.get(reason, 0))
-    yield from (given, used, most, evictions)
+    yield from (given, used, maximum, evictions)
     yield CounterMetricFamily(
         "attncache_kv_recomputed_tokens",
         "Tokens that were given from disk, found damaged, and computed after all",

@@ -94,7 +94,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
 
     Logs a warning if the variables ask for traces that cannot be made.
     """
-    if not _is_wanted(environment):
+    if not _is_configured(environment):
         return None
     protocol = next(filter(None, map(environment.get, _PROTOCOLS)), "http/protobuf")
     exporters = environment.get(_EXPORTERS) or "otlp"
@@ -115,7 +115,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
         return None
 
 
-def _is_wanted(environment: Mapping[str, str]) -> bool:
+def _is_configured(environment: Mapping[str, str]) -> bool:
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get(_EXPORTERS) == "none":
         return False
     return any(environment.get(name) for name in (*_ENDPOINTS, _EXPORTERS))
@@ -128,12 +128,12 @@ def _provider(environment: Mapping[str, str]) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    own = {"service.version": __version__}
+    attributes = {"service.version": __version__}
     if not environment.get("OTEL_SERVICE_NAME") and "service.name=" not in environment.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     ):
-        own["service.name"] = "attncache"
-    provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
+        attributes["service.name"] = "attncache"
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 

@@ -162,9 +162,9 @@ async def warm(call: CurrentCall) -> Response:
 
     def stored_tokens() -> int:
         prefix_key = chosen.prefix_key(serving.engine)
-        for own in prefix_key if body.pin else ():
-            store.pin(own)
-        return sum(sum(store.lookup(own)) for own in prefix_key)
+        for key in prefix_key if body.pin else ():
+            store.pin(key)
+        return sum(sum(store.lookup(key)) for key in prefix_key)
 
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
@@ -187,10 +187,10 @@ async def pin(call: CurrentCall) -> Response:
 
     def pin_all() -> int:
         tokens = 0
-        for own in chosen.prefix_key(serving.engine):
+        for key in chosen.prefix_key(serving.engine):
             if body.pinned:
-                store.fetch(own)
-            tokens += store.pin(own, body.pinned)
+                store.fetch(key)
+            tokens += store.pin(key, body.pinned)
         return tokens
 
     pinned = Pinned(tokens=await asyncio.to_thread(pin_all))
@@ -211,7 +211,7 @@ async def lookup(call: CurrentCall) -> Response:
     chosen = await _chosen(call, serving, body)
 
     def look_up() -> list[dict[str, Any]]:
-        found = [store.lookup(own) for own in chosen.prefix_key(serving.engine)]
+        found = [store.lookup(key) for key in chosen.prefix_key(serving.engine)]
         return [
             Found(tokens=len(ids), cached_tokens=sum(tokens), tiers=tokens._asdict()).model_dump()
             for ids, tokens in zip(chosen.sequences, found, strict=True)
@@ -262,9 +262,9 @@ async def capacity(call: CurrentCall) -> Response:
     """
     serving = call.serving()
     info = key_value_info(store_of(serving.engine))
-    given = dict(call.query_params)
-    devices = given.pop("devices", None)
-    planned = _numbers(given)
+    parameters = dict(call.query_params)
+    devices = parameters.pop("devices", None)
+    planned = _numbers(parameters)
     sessions = planned.get("distinct_sessions", call.state.sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.
@@ -327,7 +327,7 @@ async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:
         return await asyncio.Future()
 
     client = Client(("worker",), command["namespace"].encode())
-    call = Call({}, receive, state, {}, client, command["request_id"], asked_by_other=True)
+    call = Call({}, receive, state, {}, client, command["request_id"], is_relayed=True)
     call.content_read = command["body"].encode()
     routes = {"warm": warm, "pin": pin, "drop": drop}
     return bytes((await routes[command["route"]](call)).body)
@@ -341,7 +341,7 @@ async def _of_other_workers(
     Raises WorkerUnavailable if one of them did not, StoreUnavailable, ClientGone and DeadlineExceeded.
     """
     group = call.state.group
-    if group is None or call.asked_by_other:
+    if group is None or call.is_relayed:
         return []
     command = {
         "route": route,
@@ -360,8 +360,8 @@ async def _of_other_workers(
 
 def _least(done: Sequence[BaseModel]) -> dict[str, int]:
     """Return of each number the least: what holds for every worker."""
-    numbers = [own.model_dump() for own in done]
-    return {name: min(own[name] for own in numbers) for name in numbers[0]}
+    numbers = [usage.model_dump() for usage in done]
+    return {name: min(number[name] for number in numbers) for name in numbers[0]}
 
 
 def _salt(call: Call, body: _About) -> bytes:

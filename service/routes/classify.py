@@ -61,7 +61,7 @@ class _Choice:
 async def classify(call: CurrentCall) -> Answer:
     """Score the labels of the request, or the labels of the server, for each input."""
     serving = call.serving()
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     return await scored(call, serving, await call.read(ClassifyRequest), reuse)
 
 

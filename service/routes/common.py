@@ -155,7 +155,9 @@ class InferenceRoute(APIRoute):
             responses={200: {"headers": headers or {}, "description": says}, **(errors or {})},
             openapi_extra={
                 **documented_body(body),
-                "parameters": [own for own in _PARAMETERS if reuses or own["name"] != REUSE_HEADER],
+                "parameters": [
+                    parameter for parameter in _PARAMETERS if reuses or parameter["name"] != REUSE_HEADER
+                ],
             },
         )
         self.body = body
@@ -198,10 +200,11 @@ async def computed(
     Raises TooManyInputs if the sequences of the texts would never fit into the queue.
     """
     plans = len((prompt or serving.engine.tokenizer.default_prompt).sequence_plans)
-    most = call.state.settings.max_queue_sequences
-    if source.count * plans > most:
+    maximum = call.state.settings.max_queue_sequences
+    if source.count * plans > maximum:
         raise TooManyInputs(
-            f"inputs make {source.count * plans} sequences, and at most {most} may wait; send fewer of them",
+            f"inputs make {source.count * plans} sequences, and at most {maximum} may wait; send fewer of "
+            "them",
             field="inputs",
         )
     timing = Timing()
@@ -357,10 +360,10 @@ def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
         return [_inlined(each, definitions) for each in part]
     if not isinstance(part, dict):
         return part
-    own = {name: _inlined(each, definitions) for name, each in part.items() if name != "$ref"}
+    fields = {name: _inlined(each, definitions) for name, each in part.items() if name != "$ref"}
     if "$ref" not in part:
-        return own
-    return {**_inlined(definitions[part["$ref"].rsplit("/", 1)[1]], definitions), **own}
+        return fields
+    return {**_inlined(definitions[part["$ref"].rsplit("/", 1)[1]], definitions), **fields}
 
 
 def _parameter(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from service.web.call import Answer, Call, CurrentCall
 async def embed(call: CurrentCall) -> Answer:
     """Embed one text or several. The response is a list of embeddings, also for a single text."""
     serving = embedding_server(call)
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(EmbedRequest)
     serving.engine.require_dimensions(body.dimensions)
     async with input_source(call, serving, body) as source:

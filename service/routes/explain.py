@@ -100,7 +100,7 @@ def _explained(serving: Serving, text: str, salt: bytes) -> Explanation:
 
 def _layer(layer: LayerMaps) -> dict[str, Any]:
     return {
-        "own": _encoded(layer.own),
+        "own": _encoded(layer.full),
         "reused_heads": layer.reused_heads,
         "given": None if layer.given is None else _encoded(layer.given),
     }

@@ -100,7 +100,7 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
     source = Texts(
         [(question.query, document) for document in question.documents], question.truncate, question.cut
     )
-    own = question.instruction is None
+    is_default = question.instruction is None
     try:
         with named(question.field):
             result = await computed(
@@ -109,7 +109,7 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
                 source,
                 reuse=question.reuse,
                 prompt=engine.pair_scores.prompt(question.instruction),
-                labels=engine.decisions.label_tokens if own else None,
+                labels=engine.decisions.label_tokens if is_default else None,
                 salt=question.salt,
             )
     except InvalidInput as error:

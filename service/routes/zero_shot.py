@@ -55,11 +55,11 @@ async def by_entailment(
     zero_shot = serving.engine.decisions.zero_shot(
         body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE
     )
-    labels, most = len(zero_shot.labels), call.state.settings.max_queue_sequences
-    if source.count * labels > most:
+    labels, maximum = len(zero_shot.labels), call.state.settings.max_queue_sequences
+    if source.count * labels > maximum:
         raise TooManyInputs(
-            f"inputs make {source.count * labels} pairs with these labels, and at most {most} may wait",
-            field="labels" if labels > most else "inputs",
+            f"inputs make {source.count * labels} pairs with these labels, and at most {maximum} may wait",
+            field="labels" if labels > maximum else "inputs",
         )
     pairs = Texts(zero_shot.pairs(_plain(source)), source.truncate, source.cut)
     with _names(labels):

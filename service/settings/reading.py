@@ -140,7 +140,7 @@ def _refuse_unknown(kind: str, name: str, known: set[str], removed: Mapping[str,
         raise InvalidSettings(f"{kind} {name} was removed; {removed[name]}")
     if name not in known:
         # Without the beginning that all variables share, and that would make all of them similar.
-        similar = {own.removeprefix(ENVIRONMENT_PREFIX): own for own in sorted(known)}
+        similar = {other.removeprefix(ENVIRONMENT_PREFIX): other for other in sorted(known)}
         closest = difflib.get_close_matches(
             name.removeprefix(ENVIRONMENT_PREFIX), similar, n=1, cutoff=_MIN_SIMILARITY
         )

@@ -87,7 +87,9 @@ class BlendVerifier(LaterVerifier[_Blended]):
         self._blending.follow_file()
         gate = self.policy
         fidelities = self._fidelities(self._budget.measure, hits, outputs)
-        current = [own for hit, own in zip(hits, fidelities, strict=True) if hit.steps == gate.steps]
+        current = [
+            fidelity for hit, fidelity in zip(hits, fidelities, strict=True) if hit.steps == gate.steps
+        ]
         window = Window(0, Band.USUAL, gate.steps)
         if current and (shortfall := self._verified.add(window, current)):
             self._tighten(gate, shortfall)

@@ -37,7 +37,7 @@ _ANSWERS_SECONDS = 0.02
 
 # Does here what an operator asks of all workers, and returns the answer.
 Obey = Callable[[dict[str, Any]], Awaitable[bytes]]
-Asked = dict[str, dict[str, Any]]
+Commands = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Group:
             _repeated(lambda: self._do(obey), _LOOK_SECONDS),
             _repeated(self._publish, _PUBLISH_SECONDS),
         )
-        self._tasks = [asyncio.create_task(own) for own in loops]
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self) -> None:
         """Look no more, and let nobody wait for this worker."""
@@ -98,14 +98,16 @@ class Group:
         pause: waits. Raises StoreUnavailable, and what `pause` raises.
         """
         name = secrets.token_hex(8)
-        await self._change_asked(lambda asked: {**asked, name: {**command, "from": self.process}})
+        await self._change_commands(lambda commands: {**commands, name: {**command, "from": self.process}})
         try:
             while (answers := await self._answers(name)) is None:
                 await pause(_ANSWERS_SECONDS)
         finally:
             with suppress(StoreUnavailable):
                 # It may hold texts.
-                await self._change_asked(lambda asked: {own: asked[own] for own in asked if own != name})
+                await self._change_commands(
+                    lambda commands: {key: commands[key] for key in commands if key != name}
+                )
         return answers
 
     async def _answers(self, name: str) -> list[bytes] | None:
@@ -118,7 +120,7 @@ class Group:
                 return None
         return found
 
-    async def _change_asked(self, change: Callable[[Asked], Asked]) -> None:
+    async def _change_commands(self, change: Callable[[Commands], Commands]) -> None:
         is_changed = False
         while not is_changed:
             before = await self._store.get("asked")
@@ -143,24 +145,24 @@ class Group:
         verifier = self.verifier
         if verifier is None:
             return
-        own = verifier.steps()
+        steps = verifier.steps()
         # Engines with another policy have other parts, and findings belong to a generation of a database.
-        key = f"findings/{type(verifier).__name__}/{verifier.subject}/{len(own)}"
+        key = f"findings/{type(verifier).__name__}/{verifier.subject}/{len(steps)}"
         content = await self._store.get(key)
-        known = [0] * len(own) if content is None else orjson.loads(content)
-        tightest = [max(pair) for pair in zip(own, known, strict=True)]
+        known = [0] * len(steps) if content is None else orjson.loads(content)
+        tightest = [max(pair) for pair in zip(steps, known, strict=True)]
         if tightest != known:
             # If another worker is faster, the next look finds what it has written.
             await self._store.compare_and_set(key, content, orjson.dumps(tightest))
-        if tightest != own:
+        if tightest != steps:
             await asyncio.to_thread(verifier.follow, tightest)
 
     async def _do(self, obey: Obey) -> None:
         """Do what is asked of all workers and not done here yet."""
         if not self.is_serving:
             return
-        asked = orjson.loads(await self._store.get("asked") or b"{}")
-        for name, command in asked.items():
+        commands = orjson.loads(await self._store.get("asked") or b"{}")
+        for name, command in commands.items():
             if name not in self._done and command["from"] != self.process:
                 answer = b""
                 try:
@@ -168,7 +170,7 @@ class Group:
                 except Exception as error:
                     log_failure(logger, "what was asked of all workers is not done here", error)
                 await self._store.put(f"done/{name}/{self.worker.number}", answer, _ANSWER_SECONDS)
-        self._done = asked.keys()
+        self._done = commands.keys()
 
 
 async def _repeated(look: Callable[[], Awaitable[None]], seconds: float) -> None:

@@ -135,9 +135,11 @@ class Verifier(LaterVerifier[_Hit]):
             by_window.setdefault(hit.window, []).append(fidelity)
         self._unkept += len(hits)
         failures = 0
-        for window, own in by_window.items():
+        for window, of_window in by_window.items():
             # A window is outdated if an earlier window of this loop has just tightened the policy.
-            if window in windows_of(self.policy.steps) and (shortfall := self._verified.add(window, own)):
+            if window in windows_of(self.policy.steps) and (
+                shortfall := self._verified.add(window, of_window)
+            ):
                 self._tighten(window, shortfall)
                 failures += 1
         if self._unkept >= _KEPT_TOGETHER:

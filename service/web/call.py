@@ -117,7 +117,7 @@ class Call:
     headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
     client: Client
     request_id: str
-    asked_by_other: bool = False  # whether another worker has received the request and asks all workers
+    is_relayed: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
@@ -183,7 +183,7 @@ class Call:
             self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
             raise
 
-    def reuse_wanted(self) -> bool:
+    def reuse_requested(self) -> bool:
         """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
         value = self.header(REUSE_HEADER)
         if value is None:
@@ -256,28 +256,28 @@ class Call:
             pending.set_exception(error)
 
     async def _bytes(self) -> bytes:
-        most = self.state.settings.max_body_bytes
+        maximum = self.state.settings.max_body_bytes
         announced = self.headers.get(b"content-length", b"")
         # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
         if announced.isdigit():
-            _require_small(int(announced[:20]), most)
+            _require_small(int(announced[:20]), maximum)
         message = await self._message()
         if not message.get("more_body", False):
             content: bytes = message.get("body", b"")
-            self._count(len(content), most)
+            self._count(len(content), maximum)
             return content
         chunks, size = [message.get("body", b"")], len(message.get("body", b""))
         while message.get("more_body", False):
-            self._count(size, most)
+            self._count(size, maximum)
             message = await self._message()
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-        self._count(size, most)
+        self._count(size, maximum)
         return b"".join(chunks)
 
-    def _count(self, size: int, most: int) -> None:
+    def _count(self, size: int, maximum: int) -> None:
         """Count this many bytes of the body as in flight. Raises BodyTooLarge, and QueueFull."""
-        _require_small(size, most)
+        _require_small(size, maximum)
         self.state.bodies.take(size - self.body_bytes)
         self.body_bytes = size
 
@@ -294,11 +294,11 @@ class Call:
     def _require_timeout(self) -> None:
         """Read how many seconds the request may take. Raises InvalidInput for a wrong header."""
         self._seconds = self.state.settings.request_seconds
-        asked = self.header(TIMEOUT_HEADER)
-        if asked is None:
+        requested = self.header(TIMEOUT_HEADER)
+        if requested is None:
             return
         try:
-            seconds = float(asked)
+            seconds = float(requested)
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < float("inf"):
@@ -333,10 +333,10 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
         raise _translated(error, schema, content) from None
 
 
-def _require_small(size: int, most: int) -> None:
+def _require_small(size: int, maximum: int) -> None:
     """Raise BodyTooLarge if a body has more than `most` bytes."""
-    if size > most:
-        raise BodyTooLarge(f"the body must have at most {most} bytes; send fewer texts per request")
+    if size > maximum:
+        raise BodyTooLarge(f"the body must have at most {maximum} bytes; send fewer texts per request")
 
 
 def _where(error: ErrorDetails) -> str:

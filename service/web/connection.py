@@ -353,9 +353,9 @@ def _late(what: str, seconds: float) -> RequestTimeout:
     return RequestTimeout(f"the {what} of the request did not arrive within {seconds:g} seconds")
 
 
-def _too_many_connections(most: int) -> TooManyConnections:
+def _too_many_connections(maximum: int) -> TooManyConnections:
     return TooManyConnections(
-        f"the server has {most} connections, and accepts no more at present", retry_after_seconds=1
+        f"the server has {maximum} connections, and accepts no more at present", retry_after_seconds=1
     )
 
 

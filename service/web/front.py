@@ -196,9 +196,9 @@ def _from_router(error: HTTPException) -> AttnCacheError:
 
 def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:
     """Return the id that the client has given to its request, if it is visible ASCII, or a new one."""
-    given = headers.get(b"x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode()
+    sent = headers.get(b"x-request-id")
+    if sent is not None and _REQUEST_ID.fullmatch(sent):
+        return sent.decode()
     return f"{own_ids}{next(_NUMBERS):010x}"
 
 

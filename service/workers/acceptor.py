@@ -67,11 +67,11 @@ class Acceptor:
             self._loop.add_reader(self._listener.socket, self._on_connection)
 
     def _on_connection(self) -> None:
-        seconds, most = self._turn()
+        seconds, maximum = self._turn()
         if seconds:
-            self._pause(seconds, lambda: self._accept(most))
+            self._pause(seconds, lambda: self._accept(maximum))
         else:
-            self._accept(most)
+            self._accept(maximum)
 
     def _pause(self, seconds: float, then: Callable[[], None] = lambda: None) -> None:
         self._loop.remove_reader(self._listener.socket)
@@ -82,8 +82,8 @@ class Acceptor:
 
         self._timer = self._loop.call_later(seconds, resume)
 
-    def _accept(self, most: int = _MAX_AT_ONCE) -> None:
-        for _ in range(most):
+    def _accept(self, maximum: int = _MAX_AT_ONCE) -> None:
+        for _ in range(maximum):
             try:
                 client, _ = self._listener.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -215,9 +215,9 @@ class Supervisor:
 
     def _forget_supervisor(self) -> None:
         """Let signals do what they do by default, until the server handles them. End with the supervisor."""
-        for own in _SIGNALS:
+        for number in _SIGNALS:
             # Files that SIGHUP asks to read again are read after this anyway.
-            signal.signal(own, signal.SIG_IGN if own == signal.SIGHUP else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         # Ctrl+C in a terminal reaches the supervisor alone.
         os.setsid()

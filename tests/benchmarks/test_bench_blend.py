@@ -38,7 +38,7 @@ def run(*arguments: object):
 
 def test_prompts_are_chunks_of_a_pool_in_another_order(engine):
     cases = random_cases(engine, 6, 3, 8, 5)
-    assert [case.sequence for case in cases] == [own.sequence for own in random_cases(engine, 6, 3, 8, 5)]
+    assert [case.sequence for case in cases] == [case.sequence for case in random_cases(engine, 6, 3, 8, 5)]
     pool = {tuple(chunk) for case in cases for chunk in case.chunks}
     assert 3 < len(pool) <= 5
     assert len({tuple(case.sequence.ids[:-5]) for case in cases}) > 1

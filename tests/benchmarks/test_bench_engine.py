@@ -77,9 +77,9 @@ def test_engine_returns_the_embeddings_of_the_model(peer, libraries, least, refe
     try:
         assert (worker.absent, reference.absent) == (None, None)
         texts = ["Where is my parcel?", "How do I reset my password?", "The kitchen tap drips all night."]
-        own = TextTokenizer(find_checkpoint(DEFAULT_MODEL)).tokenize(texts, truncate=True)
+        encoded = TextTokenizer(find_checkpoint(DEFAULT_MODEL)).tokenize(texts, truncate=True)
         # Batches of one, of an even number and of an odd number, one of them twice. All of 7 tokens.
-        same = [ids[:6] + ids[-1:] for ids in own]
+        same = [ids[:6] + ids[-1:] for ids in encoded]
         for sequences in (same[:2], same, same[2:], same[1:], same):
             found = np.array(worker.embeddings(tokens=sequences))
             assert worker.absent is None

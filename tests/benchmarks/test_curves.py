@@ -205,9 +205,9 @@ def test_points_by_threshold_equal_the_results_of_an_engine(curves, served, mask
             assert point.quality is None
 
 
-def map_distance(reference, mask, own: list[int], other: list[int]) -> float:
+def map_distance(reference, mask, ids: list[int], other: list[int]) -> float:
     """Return the mean total variation distance of the maps over the mask's heads, computed head by head."""
-    mine, theirs = reference.maps(own), reference.maps(other)
+    mine, theirs = reference.maps(ids), reference.maps(other)
     heads = zip(*np.nonzero(mask.as_array()), strict=True)
     distances = [float((mine[head] - theirs[head]).abs().sum(dim=1).mean()) / 2 for head in heads]
     assert len(distances) == mask.total
@@ -239,7 +239,7 @@ def test_true_similarity_of_a_mean_equals_the_plain_distance_from_the_mean_maps(
 ):
     mask = mildest_mask(rank, COMPARED)
     ids = probes.sequences[0]
-    own, others = (
+    maps, others = (
         tiny_reference.maps(ids),
         [tiny_reference.maps(other) for other in recorded if len(other) == len(ids)],
     )
@@ -248,7 +248,7 @@ def test_true_similarity_of_a_mean_equals_the_plain_distance_from_the_mean_maps(
     distances = []
     for head in zip(*np.nonzero(mask.as_array()), strict=True):
         mean = sum(maps[head] for maps in others) / len(others)
-        distances.append(float((own[head] - mean).abs().sum(dim=1).mean()) / 2)
+        distances.append(float((maps[head] - mean).abs().sum(dim=1).mean()) / 2)
     true = curves.similarities[RecordKind.MEAN][1]
     assert true[0] == pytest.approx(1 - 0.2 * np.mean(distances), abs=3e-3)
 
@@ -265,9 +265,9 @@ def best(tiny_reference, probes, rank, recorded):
     maps_of = [stacked(ids) for ids in recorded]
     found = []
     for ids in probes.sequences:
-        own = stacked(ids)
+        stored = stacked(ids)
         distances = [
-            np.abs(own - maps).sum(axis=2).mean() / 2 if len(other) == len(ids) else np.inf
+            np.abs(stored - maps).sum(axis=2).mean() / 2 if len(other) == len(ids) else np.inf
             for other, maps in zip(recorded, maps_of, strict=True)
         ]
         found.append((recorded[int(np.argmin(distances))], min(distances)))

@@ -42,20 +42,22 @@ def test_topics_enter_one_after_the_other_and_each_takes_half():
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 40), st.integers(1, 20))
-def test_day_has_its_number_of_distinct_texts_in_the_shares_of_the_topics(topics, days, sampled, asked):
+def test_day_has_its_number_of_distinct_texts_in_the_shares_of_the_topics(topics, days, sampled, served):
     texts = [[f"{topic} {number}" for number in range(60)] for topic in range(topics)]
-    made = month(texts, days, sampled, asked, random())
+    made = month(texts, days, sampled, served, random())
     assert len(made) == days
     for day, shares in zip(made, shares_of_topics(topics, days), strict=True):
-        for own, count in ((day.sampled, sampled), (day.asked, asked)):
-            assert len(set(own)) == len(own) == count
-            of_topic = Counter(int(text.split()[0]) for text in own)
+        for drawn, count in ((day.sampled, sampled), (day.served, served)):
+            assert len(set(drawn)) == len(drawn) == count
+            of_topic = Counter(int(text.split()[0]) for text in drawn)
             assert all(abs(of_topic[topic] - share * count) <= 1 for topic, share in enumerate(shares))
 
 
 def test_text_that_is_served_is_never_sampled():
     made = month([[str(number) for number in range(90)]], 9, 50, 20, random())
-    served, sampled = ({text for day in made for text in getattr(day, name)} for name in ("asked", "sampled"))
+    served, sampled = (
+        {text for day in made for text in getattr(day, name)} for name in ("served", "sampled")
+    )
     assert not served & sampled
 
 
@@ -124,15 +126,15 @@ def test_costs_are_those_of_hits_misses_and_searches_between_the_measured_length
 def test_verification_of_served_hits_tightens_a_policy_with_a_budget(tiny_engine, tiny_database, tmp_path):
     folder = shutil.copytree(tiny_database, tmp_path / "tiny.db")
     database = AttentionDatabase.open(folder)  # θ = 0 and all heads, which keeps no such budget
-    asked = random_sequences([5, 6, 7, 8, 9, 10] * 60, seed=3)
-    exact = full_outputs(tiny_engine, asked)
-    free, policy = serve(tiny_engine, database, asked, exact, BUDGET)
+    served = random_sequences([5, 6, 7, 8, 9, 10] * 60, seed=3)
+    exact = full_outputs(tiny_engine, served)
+    free, policy = serve(tiny_engine, database, served, exact, BUDGET)
     assert policy == database.search.policy
     assert free.hits > 0
     assert free.below > 0
     assert 0 == free.kept < free.windows
     bound = replace(database.search, policy=replace(policy, budget=BUDGET))
-    verified, tightened = serve(tiny_engine, replace(database, search=bound), asked, exact, BUDGET)
+    verified, tightened = serve(tiny_engine, replace(database, search=bound), served, exact, BUDGET)
     assert tightened.steps.groups[0] > 0
     assert verified.hits < free.hits
     assert (folder / "tightened.json").exists()
@@ -177,15 +179,15 @@ def test_month_serves_three_databases_continues_and_refuses_another_month(argume
     done = run(tmp_path, *arguments, "--json", tmp_path / "report.json")
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text("utf-8"))
-    days = {(own["day"], own["arm"]): own for own in report["days"]}
+    days = {(day["day"], day["arm"]): day for day in report["days"]}
     assert list(days) == [(day, arm) for day in (2, 3) for arm in Arm]
-    for (day, arm), own in days.items():
+    for (day, arm), measured in days.items():
         for view in ("calibrated", "tightened"):
-            served = own[view]
+            served = measured[view]
             assert served["texts"] == sum(part["texts"] for part in served["lengths"]) == 100
             assert served["hits"] == sum(part["hits"] for part in served["lengths"])
             assert served["kept"] <= served["windows"]
-        assert own["built"] == (0 if day == 3 and arm == Arm.STATIC else 250)
+        assert measured["built"] == (0 if day == 3 and arm == Arm.STATIC else 250)
     # The database of short texts has no records of the topic that enters on the second of three days.
     assert days[3, Arm.DAILY]["calibrated"]["hits"] > days[3, Arm.STATIC]["calibrated"]["hits"] > 0
     assert days[2, Arm.RENEWED] == {**days[2, Arm.STATIC], "arm": Arm.RENEWED}

@@ -115,8 +115,8 @@ def reference(folder, sequences):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = [tokenizer(f" {label}", add_special_tokens=False).input_ids[0] for label in LABELS]
     found = [model(torch.tensor([ids]), output_hidden_states=True) for ids in sequences]
-    states = np.stack([own.hidden_states[-1][0, -1].numpy() for own in found])
-    return states, np.stack([own.logits[0, -1, tokens].numpy() for own in found])
+    states = np.stack([output.hidden_states[-1][0, -1].numpy() for output in found])
+    return states, np.stack([output.logits[0, -1, tokens].numpy() for output in found])
 
 
 def test_prompt_is_the_examples_in_their_template_and_the_text_as_it_is_alone(engine, cases):
@@ -212,7 +212,7 @@ def test_methods_compute_the_tokens_that_their_names_say(engine, cases):
 def test_reports_compare_every_method_with_recomputing(engine, cases):
     done = []
     reports = compare_blending(
-        engine, cases, ratios=(0, 0.5, 1), random_ratio=0.5, rounds=2, on_case=lambda *own: done.append(own)
+        engine, cases, ratios=(0, 0.5, 1), random_ratio=0.5, rounds=2, on_case=lambda *step: done.append(step)
     )
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
     by_name = {report.method: report for report in reports}
@@ -232,8 +232,8 @@ def test_reports_compare_every_method_with_recomputing(engine, cases):
         assert by_name[exact].accuracy_difference == (0, 0)
     assert by_name[RECOMPUTED].time_ratio == 1
     assert by_name["ratio 0"].cosine < by_name["ratio 0.5"].cosine < 1 - 1e-4
-    assert [own.ratio for own in reports] == [None, None, 0, 0.5, 1, 0.5, *[None] * 4]
-    assert [own.method for own in reports if own.random] == ["ratio 0.5, random tokens"]
+    assert [report.ratio for report in reports] == [None, None, 0, 0.5, 1, 0.5, *[None] * 4]
+    assert [report.method for report in reports if report.random] == ["ratio 0.5, random tokens"]
     truth = [case.label for case in cases]
     for report in reports:
         assert report.cases == 4
@@ -249,8 +249,8 @@ def test_reports_compare_every_method_with_recomputing(engine, cases):
 def test_first_tokens_of_chunks_and_check_layer_are_as_asked(engine, cases):
     like = Recomputation(0.15, check_layer=2, first_tokens=2)
     first, none, checked = (
-        compare_blending(engine, cases[:1], ratios=(0, 0.5), random_ratio=None, like=own, rounds=1)
-        for own in (replace(like, check_layer=1), Recomputation(0.15), replace(like, first_tokens=0))
+        compare_blending(engine, cases[:1], ratios=(0, 0.5), random_ratio=None, like=other, rounds=1)
+        for other in (replace(like, check_layer=1), Recomputation(0.15), replace(like, first_tokens=0))
     )
     # The first chunk is exact and never computed again.
     assert first[2].computed_tokens == none[2].computed_tokens + 2 * 2
@@ -285,7 +285,7 @@ def test_command_measures_labelled_texts_behind_examples(decoder, files, tmp_pat
     shown = succeeded(evaluate(decoder, *labelled(files), "--shots", 2, "--ratios", "0,1", *written, *plots))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["machine"]["questions"], report["machine"]["chunks"]) == (22, 2)
-    exact = next(own for own in report["methods"] if own["method"] == "ratio 1")
+    exact = next(method for method in report["methods"] if method["method"] == "ratio 1")
     assert exact["agreement"] == 1
     assert exact["agreement_bound"] == pytest.approx(0.05 ** (1 / 22))
     assert report["smallest_ratio"]["mean"] is not None
@@ -300,7 +300,9 @@ def test_command_measures_labelled_texts_behind_examples(decoder, files, tmp_pat
         "blend_time.png",
     ]
     with (tmp_path / "plots" / "blend.csv").open(newline="") as file:
-        assert [row["method"] for row in csv.DictReader(file)] == [own["method"] for own in report["methods"]]
+        assert [row["method"] for row in csv.DictReader(file)] == [
+            method["method"] for method in report["methods"]
+        ]
 
 
 def test_command_measures_questions_with_paragraphs_by_their_last_state(decoder, files, tmp_path):
@@ -309,7 +311,7 @@ def test_command_measures_questions_with_paragraphs_by_their_last_state(decoder,
     shown = succeeded(evaluate(decoder, *arguments, "--chunk-tokens", 20, "--ratios", "0.2", *written))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["machine"]["questions"], report["machine"]["chunks"]) == (3, 3)
-    assert all(own["agreement"] is own["accuracy"] is None for own in report["methods"])
+    assert all(method["agreement"] is method["accuracy"] is None for method in report["methods"])
     assert "map-reduce, mean" in shown
     assert "map-rerank" not in shown  # there are no classes
     assert "agreement" not in shown

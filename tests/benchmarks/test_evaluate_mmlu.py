@@ -49,8 +49,10 @@ def files(tmp_path_factory):
 
 
 def mmlu(decoder, files, *arguments):
-    given = ("--data", files / "test.tsv", "--examples", files / "dev.tsv", "--rounds", 1)
-    return run("evaluate", "mmlu", "--model", decoder, "--dtype", "float32", *given, *arguments, program=main)
+    options = ("--data", files / "test.tsv", "--examples", files / "dev.tsv", "--rounds", 1)
+    return run(
+        "evaluate", "mmlu", "--model", decoder, "--dtype", "float32", *options, *arguments, program=main
+    )
 
 
 def rows_of(text):
@@ -70,7 +72,7 @@ def letters_by_the_reference(folder, prompts):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = [tokenizer(f" {letter}", add_special_tokens=False).input_ids for letter in LETTERS]
     logits = [model(torch.tensor([tokenizer(prompt).input_ids])).logits[0, -1] for prompt in prompts]
-    return [LETTERS[int(of_all[[own[0] for own in tokens]].argmax())] for of_all in logits]
+    return [LETTERS[int(of_all[[tokens[0] for tokens in tokens]].argmax())] for of_all in logits]
 
 
 def test_accuracy_is_computed_from_the_logits_of_the_letters(decoder, files):
@@ -79,7 +81,7 @@ def test_accuracy_is_computed_from_the_logits_of_the_letters(decoder, files):
     prompts = Prompts(read_questions(str(files / "dev.tsv")))
     for shots in range(3):
         letters = letters_by_the_reference(decoder, [prompts.of(asked, shots) for asked in questions])
-        right = [own == asked.answer for own, asked in zip(letters, questions, strict=True)]
+        right = [letter == asked.answer for letter, asked in zip(letters, questions, strict=True)]
         assert float(rows[str(shots), "full"][2]) == pytest.approx(np.mean(right), abs=1e-4)
 
 

@@ -40,10 +40,10 @@ def test_methods_of_the_papers_have_a_row_each_with_their_figures(
     tiny_checkpoint, tiny_database, files, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(train_layerwise_search.__kwdefaults__, "steps", 5)
-    given = ("--database", tiny_database, "--corpus", files / "corpus.txt", "--data", files / "texts.txt")
+    sources = ("--database", tiny_database, "--corpus", files / "corpus.txt", "--data", files / "texts.txt")
     options = ("--methods", ",".join(PAPER_METHODS), "--san-threshold", "0", "--rounds", "1")
     outputs = ("--markdown", tmp_path / "a.md", *options)
-    text = succeeded(run("evaluate", "agreement", *model_arguments(tiny_checkpoint), *given, *outputs))
+    text = succeeded(run("evaluate", "agreement", *model_arguments(tiny_checkpoint), *sources, *outputs))
     assert "0 of 240 corpus texts excluded" in text
     rows = [
         line.strip("|").split("|") for line in (tmp_path / "a.md").read_text(encoding="utf-8").splitlines()
@@ -61,8 +61,8 @@ PLOTS = ("damage", "presets", "quality_against_time", "similarity", "thresholds"
 
 
 def curves(checkpoint, database: Path, data: object, output: Path, *options: object):
-    given = ("--database", database, "--data", data, "--output", output, *options)
-    return run("evaluate", "curves", *model_arguments(checkpoint), *given)
+    arguments = ("--database", database, "--data", data, "--output", output, *options)
+    return run("evaluate", "curves", *model_arguments(checkpoint), *arguments)
 
 
 @pytest.fixture(scope="module")

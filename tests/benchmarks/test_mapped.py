@@ -9,7 +9,7 @@ from core_models import attention_by, prefill
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
@@ -45,7 +45,7 @@ def strategy(tiny_database):
 def sequences(tiny_engine, tiny_corpus):
     """Recorded sequences of two lengths; one of them twice."""
     ids = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
-    seven, nine = ([own for own in ids if len(own) == length] for length in (7, 9))
+    seven, nine = ([ids for ids in ids if len(ids) == length] for length in (7, 9))
     return [seven[0], seven[3], seven[3], nine[1], nine[5]]
 
 

@@ -110,7 +110,7 @@ def nearer_methods(methods, tiny_engine, tiny_checkpoint, tiny_database, monkeyp
     scale = 0.03 / float(np.median(distances))
     project = FeatureProjector.project
     monkeypatch.setattr(
-        FeatureProjector, "project", lambda *given: [features * scale for features in project(*given)]
+        FeatureProjector, "project", lambda *arguments: [features * scale for features in project(*arguments)]
     )
     monkeypatch.setattr(FeatureProjector, "packed", None)  # compiled code does not call `project`
     database, index = AttentionDatabase.open(tiny_database), FeatureIndex()

@@ -73,12 +73,12 @@ def trained(tiny_checkpoint, tiny_engine, store_of):
 
 def changed(engine, searches=None, threshold=None, store=None):
     """Return the engine with other searches, another threshold or another store."""
-    given = engine.strategy
+    loaded = engine.strategy
     strategy = LayerwiseSearch(
-        given.searches if searches is None else searches,
-        store or given.store,
+        loaded.searches if searches is None else searches,
+        store or loaded.store,
         HEAD_ORDER,
-        given.threshold if threshold is None else threshold,
+        loaded.threshold if threshold is None else threshold,
     )
     return PrefillEngine(
         engine.checkpoint,
@@ -206,8 +206,8 @@ def test_nearest_record_is_the_brute_force_nearest_of_the_same_length():
             assert found.records[index] == -1
             assert np.isnan(found.similarities[index])
             continue
-        own = projector(hidden[first : first + length][None])
-        distances = (projector(stored[length]) - own).norm(dim=1)
+        vector = projector(hidden[first : first + length][None])
+        distances = (projector(stored[length]) - vector).norm(dim=1)
         assert found.records[index] == int(distances.argmin())
         assert found.similarities[index] == pytest.approx(1 - float(distances.min()), abs=1e-5)
 

@@ -108,7 +108,7 @@ def test_output_of_a_sequence_does_not_depend_on_its_batch(engines, lengths):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_layers_with_given_maps_project_only_v(engines, name):
+def test_layers_with_reused_maps_project_only_v(engines, name):
     products = []
 
     def counted(linear, x, residual=None):

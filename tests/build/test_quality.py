@@ -54,9 +54,9 @@ def brute_force(recorded, probes, mask) -> np.ndarray:
             continue
         members = by_length[len(ids)]
         (row,) = (row for row, index in enumerate(members) if sentences.sequences[index] == ids)
-        own = flat(len(ids), row)
+        maps = flat(len(ids), row)
         recorded_rows = [row for row in range(len(members)) if not sentences.held_out[members[row]]]
-        true = {other: np.abs(own - flat(len(ids), other)).sum(axis=1).mean() / 2 for other in recorded_rows}
+        true = {other: np.abs(maps - flat(len(ids), other)).sum(axis=1).mean() / 2 for other in recorded_rows}
         nearest = min(
             recorded_rows, key=lambda other: float((inputs(members[other]) - inputs(members[row])).norm())
         )

@@ -95,11 +95,11 @@ def test_every_length_up_to_the_longest_sentence_has_a_segment(recording, store)
 
 def test_training_sentences_come_first_then_those_held_out_then_prototypes(sentences, recording, store):
     for length in COUNTS:
-        segment, own = store.segments[length], training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in own]
-        for number, ids in enumerate([*own, *held_out]):
+        segment, training = store.segments[length], training_sequences(sentences, length)
+        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
+        for number, ids in enumerate([*training, *held_out]):
             assert segment.holds_tokens(number, ids)
-        stored = len(own) + len(held_out)
+        stored = len(training) + len(held_out)
         assert recording.stored(length) == stored
         assert recording.records(length) == len(segment)
         synthetic = len(np.unique(recording.clusters(length)))
@@ -110,9 +110,9 @@ def test_training_sentences_come_first_then_those_held_out_then_prototypes(sente
 
 def test_record_of_a_sentence_holds_its_maps_heads_by_rank(tiny_engine, sentences, store):
     for length in COUNTS:
-        own = training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in own]
-        for number, ids in enumerate([*own, *held_out][:5]):
+        training = training_sequences(sentences, length)
+        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
+        for number, ids in enumerate([*training, *held_out][:5]):
             for found, maps in zip(record(store, length, number), stored_maps(tiny_engine, ids), strict=True):
                 np.testing.assert_allclose(found, maps, atol=SIXTEEN_BITS)
 
@@ -160,14 +160,14 @@ def test_rows_of_a_synthetic_record_are_probabilities(store):
 
 def test_members_are_training_sentences_and_longer_sentences_cut_to_the_length(sentences, recording):
     for length in recording.lengths:
-        own, members = training_sequences(sentences, length), recording.members(length)
-        assert members[: len(own)] == own
+        training, members = training_sequences(sentences, length), recording.members(length)
+        assert members[: len(training)] == training
         longer = [
             [*ids[: length - 1], ids[-1]]
             for more in range(length + 1, 12)
             for ids in training_sequences(sentences, more)
         ]
-        cut = members[len(own) :]
+        cut = members[len(training) :]
         assert all(ids in longer for ids in cut)
         # The shortest of the longer sentences are taken first.
         assert cut == longer[: len(cut)]
@@ -250,9 +250,9 @@ def test_features_are_those_of_each_sentence_in_the_order_of_the_records(tiny_en
     features = recording.features(network)
     assert list(features) == sorted(COUNTS)
     for length, rows in features.items():
-        own = training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in own]
-        expected = [features_of(tiny_engine, network, ids) for ids in [*own, *held_out]]
+        training = training_sequences(sentences, length)
+        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
+        expected = [features_of(tiny_engine, network, ids) for ids in [*training, *held_out]]
         np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 

@@ -73,9 +73,9 @@ def test_a_mask_without_heads_leaves_the_weights_as_they_are(tiny_engine, record
     nothing = replace(mildest_mask(recorded.rank, 1), reused=(0, 0, 0))
     layers = refittable_layers(tiny_engine.model)
     for layer, found in zip(layers, refit.products(nothing), strict=True):
-        for held, own in zip(last_products(layer), found, strict=True):
-            torch.testing.assert_close(own.weight, held.weight.bfloat16(), atol=0.01, rtol=0.02)
-            torch.testing.assert_close(own.bias, held.bias.bfloat16(), atol=0.01, rtol=0.02)
+        for held, product in zip(last_products(layer), found, strict=True):
+            torch.testing.assert_close(product.weight, held.weight.bfloat16(), atol=0.01, rtol=0.02)
+            torch.testing.assert_close(product.bias, held.bias.bfloat16(), atol=0.01, rtol=0.02)
 
 
 def test_the_first_fit_is_the_ridge_regression_of_least_squares(monkeypatch, tiny_engine, mask, refit):
@@ -106,9 +106,9 @@ def test_weights_are_read_as_they_were_written(tmp_path, mask, refit):
     products = refit.products(mask)
     write_refitted(tmp_path, products)
     for one, other in zip(products, read_refitted(tmp_path / REFITTED), strict=True):
-        for own, read in zip(one, other, strict=True):
-            assert torch.equal(own.weight, read.weight)
-            assert torch.equal(own.bias, read.bias)
+        for product, read in zip(one, other, strict=True):
+            assert torch.equal(product.weight, read.weight)
+            assert torch.equal(product.bias, read.bias)
     write_refitted(tmp_path, None)
     assert list(tmp_path.iterdir()) == []
 

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 def build(engine, corpus, folder, progress=lambda *_: None, *, start_from=None, **options):
-    given = {"training_steps": 40, "prototypes": 4, "min_text_cosine": 0.0}
+    defaults = {"training_steps": 40, "prototypes": 4, "min_text_cosine": 0.0}
     build_database(
-        engine, corpus, folder, BuildOptions(**{**given, **options}), progress, start_from=start_from
+        engine, corpus, folder, BuildOptions(**{**defaults, **options}), progress, start_from=start_from
     )
     return AttentionDatabase.open(folder)
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 def build(engine, corpus, folder, progress=lambda *_: None, **options) -> AttentionDatabase:
-    given = {"training_steps": 10, "prototypes": 4, "min_text_cosine": 0.0, "synthetic_only": True}
-    build_database(engine, corpus, folder, BuildOptions(**{**given, **options}), progress)
+    defaults = {"training_steps": 10, "prototypes": 4, "min_text_cosine": 0.0, "synthetic_only": True}
+    build_database(engine, corpus, folder, BuildOptions(**{**defaults, **options}), progress)
     return AttentionDatabase.open(folder)
 
 

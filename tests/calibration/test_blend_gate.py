@@ -161,15 +161,15 @@ def labelled(folder):
 
 def test_ratio_of_one_is_exact_and_larger_ratios_are_nearer(engine, prompts):
     found = calibrate_blending(engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0, 0.5, 1.0))
-    means = [own.mean for own in found.measured]
+    means = [measured.mean for measured in found.measured]
     assert means[2] == pytest.approx(1, abs=1e-6)
     assert means[0] < means[1] < means[2]
-    assert [own.ratio for own in found.measured] == [0.0, 0.5, 1.0]
+    assert [measured.ratio for measured in found.measured] == [0.0, 0.5, 1.0]
     assert found.fingerprint == engine.fingerprint
     strict = calibrate_blending(
         engine, prompts, Budget(Measure.COSINE, 0.99999), separator="\n", ratios=(0.0, 0.5, 1.0)
     )
-    assert [own.keeps_budget for own in strict.measured] == [False, False, True]
+    assert [measured.keeps_budget for measured in strict.measured] == [False, False, True]
 
 
 def test_stopped_measurement_continues_and_forgets_what_was_measured_differently(
@@ -195,7 +195,9 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
     measured = []
     measure = blending._Measuring.prompt
     monkeypatch.setattr(
-        blending._Measuring, "prompt", lambda own, sequence: measured.append(1) or measure(own, sequence)
+        blending._Measuring,
+        "prompt",
+        lambda measuring, sequence: measured.append(1) or measure(measuring, sequence),
     )
     calibrate_blending(engine, prompts, NO_BUDGET, separator=" ", ratios=(0.0,), kept=None)
     assert len(measured) == len(prompts)
@@ -217,10 +219,10 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     assert found.listwise
     assert found.measured[0].mean == 1
     outputs = np.random.default_rng(0).standard_normal((2, 200, engine.model.hidden_size)).astype(np.float32)
-    logits = [engine.decisions.label_logits(engine.decisions.letters, own) for own in outputs]
+    logits = [engine.decisions.label_logits(engine.decisions.letters, output) for output in outputs]
     for documents in (2, 5):
         agreement = engine.decisions.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
-        one, other = (own[:, :documents].argmax(axis=1) for own in logits)
+        one, other = (logit[:, :documents].argmax(axis=1) for logit in logits)
         assert agreement.tolist() == (one == other).tolist()
     engine.open_gate(found)
     assert engine.may_blend(engine.decisions.letters.prompt, engine.decisions.letters)
@@ -237,8 +239,8 @@ def test_equal_prompts_count_once(engine, prompts):
 def test_time_is_compared_with_the_exact_answer_behind_the_stored_first_chunk(engine, prompts, monkeypatch):
     results, run = [], blending._Measuring._run
 
-    def noting(own, sequence, ratio):
-        result, seconds = run(own, sequence, ratio)
+    def noting(measuring, sequence, ratio):
+        result, seconds = run(measuring, sequence, ratio)
         if ratio is None:
             results.append((int(result.cached_tokens[0]), sequence.spans[0][1]))
         return result, seconds
@@ -254,7 +256,9 @@ def test_load_is_full_batches_of_the_first_prompts(engine, prompts, monkeypatch)
     batches, run = [], Runner.run
 
     def noting(runner, requests):
-        batches.append((sum(len(own.ids) for own in requests), {own.blend is None for own in requests}))
+        batches.append(
+            (sum(len(request.ids) for request in requests), {request.blend is None for request in requests})
+        )
         return run(runner, requests)
 
     monkeypatch.setattr(blending, "BATCH_TOKENS", 200)
@@ -264,12 +268,14 @@ def test_load_is_full_batches_of_the_first_prompts(engine, prompts, monkeypatch)
     sequences = list(blending._sequences(engine, prompts, "\n", False))
     shares = measuring.under_load(sequences)
     assert {*shares} == {0.0, 0.5}
-    assert all(own > 0 for own in shares.values())
+    assert all(share > 0 for share in shares.values())
     assert max(tokens for tokens, _ in batches) <= 200
     passes = 1 + 1 + blending._LOADED_ROUNDS * 3
     assert len(batches) % passes == 0
     one_pass = batches[: len(batches) // passes]
-    assert 400 <= sum(tokens for tokens, _ in one_pass) <= 500 < sum(len(own.ids) for own in sequences)
+    assert (
+        400 <= sum(tokens for tokens, _ in one_pass) <= 500 < sum(len(sequence.ids) for sequence in sequences)
+    )
     assert [kinds for _, kinds in batches].count({True}) == len(one_pass) * (1 + blending._LOADED_ROUNDS)
 
 

@@ -331,8 +331,8 @@ def test_chosen_mask_and_policy_match_the_report(tiny_engine, recorded):
 
 
 def test_sizes_between_the_chosen_mask_and_the_next_refused_one_are_tried(tiny_engine, recorded, monkeypatch):
-    def only_small(option, *given):
-        return choose_limit(option, *given) if option.mask.total <= 4 else None
+    def only_small(option, *rest):
+        return choose_limit(option, *rest) if option.mask.total <= 4 else None
 
     monkeypatch.setattr(
         calibration, "candidate_masks", lambda rank, *_: [mildest_mask(rank, size) for size in (3, 12)]

@@ -261,10 +261,14 @@ def test_rehearsal_searches_and_hits_at_the_calibrated_hit_rates(engine, monkeyp
     seen = []
     nearest = type(search).nearest
     monkeypatch.setattr(
-        type(search), "nearest", lambda self, *given: seen.append(len(given)) or nearest(self, *given)
+        type(search),
+        "nearest",
+        lambda self, *arguments: seen.append(len(arguments)) or nearest(self, *arguments),
     )
     passes = []
-    monkeypatch.setattr("attncache_core.calibration.gain.compare", lambda given, *_: passes.extend(given))
+    monkeypatch.setattr(
+        "attncache_core.calibration.gain.compare", lambda compared, *_: passes.extend(compared)
+    )
     Timing(engine, search, always_idle).gain_in([batch], {0: 1.0, 1: 0.5}, 0.05)
     ((without, with_reuse),) = passes
     without()

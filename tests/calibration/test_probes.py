@@ -58,10 +58,11 @@ def test_nearest_sentence_of_a_probe_equals_that_of_brute_force(tiny_engine, rec
             assert probes.records[STORED][index] == -1
             assert probes.similarities[STORED][index] == -np.inf
             continue
-        own = features(tiny_engine, recorded, ids)
+        vectors = features(tiny_engine, recorded, ids)
         distances = [
             np.linalg.norm(
-                own - features(tiny_engine, recorded, recorded.sentences.sequences[members[len(ids)][row]])
+                vectors
+                - features(tiny_engine, recorded, recorded.sentences.sequences[members[len(ids)][row]])
             )
             for row in training
         ]

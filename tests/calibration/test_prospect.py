@@ -48,7 +48,7 @@ def test_compiled_stack_and_plain_loop_compute_the_same_with_made_up_maps(engine
     maps.records = lambda: None  # type: ignore[method-assign]
     plain, _ = run_layers(masked, batch, None, maps)
     torch.testing.assert_close(by_stack, plain, atol=2e-3, rtol=0)
-    exact, _ = run_layers(engine.model, batch, None, prospect.NO_GIVEN_MAPS)
+    exact, _ = run_layers(engine.model, batch, None, prospect.NO_REUSED_MAPS)
     assert (exact - plain).abs().max() > 0.01
 
 

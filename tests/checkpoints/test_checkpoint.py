@@ -210,7 +210,7 @@ def test_fingerprint_differs_between_quantisations_and_the_plain_model(tiny_chec
 def test_fingerprint_of_int8_alone_changes_with_the_texts_it_is_calibrated_with(tiny_checkpoint):
     texts = [(), ("a card", "b"), ("a card",), ("b", "a card"), ("a cardb",)]
     for kind in (None, *Quantization):
-        checkpoints = [replace(tiny_checkpoint, quantization=kind, quantization_texts=own) for own in texts]
+        checkpoints = [replace(tiny_checkpoint, quantization=kind, quantization_texts=text) for text in texts]
         expected = len(texts) if kind is Quantization.INT8 else 1
         for fingerprint in (Checkpoint.fingerprint, Checkpoint.use_fingerprint):
             assert len(set(map(fingerprint, checkpoints))) == expected

@@ -29,10 +29,10 @@ def test_they_are_those_of_all_pairs(sequences, of):
     first = common(min(every), max(every))
     rest = [ids[::-1] for ids in (each[first:] for each in every)]
     last = common(min(rest), max(rest))
-    own, others = (
+    middles, others = (
         [ids[max(first - 1, 0) : len(ids) - max(last - 1, 0)] for ids in texts] for texts in (sequences, of)
     )
-    expected = [any(similarity(ids, other) >= 0.5 for other in others) for ids in own]
+    expected = [any(similarity(ids, other) >= 0.5 for other in others) for ids in middles]
     assert near_duplicates(sequences, of).tolist() == expected
 
 

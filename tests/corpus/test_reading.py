@@ -166,10 +166,10 @@ def test_bad_json_line_is_refused_with_its_number(file, line):
 
 
 def test_rows_before_a_bad_row_are_yielded(file):
-    given = read_rows(file("a.jsonl", '{"text": "one"}\nbad\n'), ("text",))
-    assert next(given) == ("one",)
+    read = read_rows(file("a.jsonl", '{"text": "one"}\nbad\n'), ("text",))
+    assert next(read) == ("one",)
     with pytest.raises(InvalidInput):
-        next(given)
+        next(read)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv", "a.jsonl"])

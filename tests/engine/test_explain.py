@@ -37,7 +37,7 @@ def test_recorded_text_is_its_own_nearest_record_and_loses_nothing(engine_with, 
     assert explained.chosen.similarity == 1
     assert explained.cosine == pytest.approx(1, abs=1e-4)
     for layer in explained.layers:
-        assert np.abs(layer.own[list(layer.reused_heads)] - layer.given).max() < 0.01  # stored in 16 bits
+        assert np.abs(layer.full[list(layer.reused_heads)] - layer.given).max() < 0.01  # stored in 16 bits
 
 
 def test_miss_shows_the_nearest_record_that_did_not_serve(engine_with):
@@ -67,12 +67,12 @@ def test_own_maps_are_those_of_hugging_face_head_by_head(engine_with, tiny_refer
     ids = ids_of(engine, NOT_RECORDED)
     explained = explain(engine, ids)
     expected = tiny_reference.maps(ids)
-    assert len(explained.layers) * len(explained.layers[0].own) == len(expected)
-    for (layer, head), own in expected.items():
-        np.testing.assert_allclose(explained.layers[layer].own[head], own, atol=1e-5)
+    assert len(explained.layers) * len(explained.layers[0].full) == len(expected)
+    for (layer, head), maps in expected.items():
+        np.testing.assert_allclose(explained.layers[layer].full[head], maps, atol=1e-5)
 
 
-def test_given_maps_are_of_the_heads_of_the_mask(engine_with, tiny_corpus):
+def test_reused_maps_are_of_the_heads_of_the_mask(engine_with, tiny_corpus):
     engine = engine_with(1.0, "5")
     explained = explain(engine, ids_of(engine, tiny_corpus[3].text))
     mask = engine.strategy.mask.as_array()
@@ -94,7 +94,7 @@ def test_model_without_a_database_explains_its_own_maps_only(tiny_engine):
     explained = explain(tiny_engine, ids_of(tiny_engine, "my card"))
     assert explained.tokens == ("[CLS]", "my", "card", "[SEP]")
     assert (explained.length_group, explained.strangeness, explained.cached_tokens) == (None, None, None)
-    np.testing.assert_allclose(explained.layers[0].own.sum(axis=-1), 1, atol=1e-5)
+    np.testing.assert_allclose(explained.layers[0].full.sum(axis=-1), 1, atol=1e-5)
 
 
 def test_maps_are_left_out_on_request(engine_with):
@@ -113,4 +113,4 @@ def test_causal_model_counts_stored_tokens_of_the_salt_and_stores_nothing(tmp_pa
     assert 0 < explained.cached_tokens <= len(ids)
     assert explain(engine, ids, salt=b"b").cached_tokens == 0
     above = np.triu_indices(len(ids), 1)
-    assert not explained.layers[0].own[:, *above].any()
+    assert not explained.layers[0].full[:, *above].any()

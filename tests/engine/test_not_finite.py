@@ -348,8 +348,8 @@ def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, t
     alone = replace(engine, share_prefixes=False).run(requests)
     assert shared.tokens < alone.tokens
     assert shared.finite.tolist() == [account not in ids for ids in sequences] == alone.finite.tolist()
-    own = shared.finite
-    np.testing.assert_allclose(shared.outputs[own], alone.outputs[own], atol=1e-4)
+    finite = shared.finite
+    np.testing.assert_allclose(shared.outputs[finite], alone.outputs[finite], atol=1e-4)
 
 
 def test_damaged_language_head_is_reported_for_every_sequence(llama, tmp_path):

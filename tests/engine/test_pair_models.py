@@ -190,12 +190,12 @@ def qwen3_scores(folder, query, documents, longest, instruction=INSTRUCTION):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
     texts = [f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}" for text in documents]
-    own = tokenizer(texts, truncation="longest_first", max_length=longest - len(before) - len(after))[
+    encoded = tokenizer(texts, truncation="longest_first", max_length=longest - len(before) - len(after))[
         "input_ids"
     ]
     tokens = [tokenizer.convert_tokens_to_ids(name) for name in ("no", "yes")]
     logits = torch.stack(
-        [model(torch.tensor([[*before, *ids, *after]])).logits[0, -1, tokens] for ids in own]
+        [model(torch.tensor([[*before, *ids, *after]])).logits[0, -1, tokens] for ids in encoded]
     )
     return logits.log_softmax(dim=1)[:, 1].exp().numpy()
 
@@ -391,7 +391,7 @@ def test_guard_classifies_texts_as_transformers_pipeline_does(tmp_path, write):
         device="cpu",
     )
     texts = [*DOCUMENTS[:3], "where is my account ?"]
-    expected = [{own["label"]: own["score"] for own in found} for found in theirs(texts)]
+    expected = [{entry["label"]: entry["score"] for entry in found} for found in theirs(texts)]
     engine = load(folder)
     assert engine.decisions.labels == ("BENIGN", "INJECTION", "JAILBREAK")
     scores = class_scores(

@@ -47,10 +47,10 @@ def run_at_once(engine, batches, seed):
 
 
 def assert_same(found, expected):
-    for own, result in zip(found, expected, strict=True):
-        assert own.outcomes == result.outcomes
-        np.testing.assert_allclose(own.similarities, result.similarities, atol=1e-5)
-        np.testing.assert_allclose(own.outputs, result.outputs, rtol=1e-4, atol=1e-5)
+    for parallel, result in zip(found, expected, strict=True):
+        assert parallel.outcomes == result.outcomes
+        np.testing.assert_allclose(parallel.similarities, result.similarities, atol=1e-5)
+        np.testing.assert_allclose(parallel.outputs, result.outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("database", [False, True])
@@ -123,13 +123,13 @@ def test_strategy_is_called_by_one_thread_at_a_time_and_layers_run_side_by_side(
     batches = batches_of(engine, [sentence.text for sentence in tiny_corpus][:60], 0)
     expected = [prefill(engine, batch) for batch in batches]
     meeting = threading.Barrier(THREADS)
-    given_by = forward.given_by
+    reused_by = forward.reused_by
 
     def together(*arguments):
         meeting.wait(timeout=30)  # every thread has a batch between its plan and its commit
-        return given_by(*arguments)
+        return reused_by(*arguments)
 
-    monkeypatch.setattr(forward, "given_by", together)
+    monkeypatch.setattr(forward, "reused_by", together)
     for found in run_at_once(engine, batches, 0):
         assert_same(found, expected)
 

@@ -18,7 +18,7 @@ def fingerprint(checkpoint, **options) -> str:
 
 
 @pytest.fixture(scope="module")
-def own(tiny_checkpoint):
+def usual(tiny_checkpoint):
     return fingerprint(tiny_checkpoint)
 
 
@@ -44,8 +44,8 @@ def test_every_way_of_use_has_its_own_fingerprint(tiny_checkpoint):
     [{"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"}],
     ids=str,
 )
-def test_fingerprint_changes_with_the_variant(tiny_checkpoint, own, variant):
-    assert fingerprint(find_variant(str(tiny_checkpoint.folder), **variant)) != own
+def test_fingerprint_changes_with_the_variant(tiny_checkpoint, usual, variant):
+    assert fingerprint(find_variant(str(tiny_checkpoint.folder), **variant)) != usual
 
 
 @pytest.mark.parametrize(
@@ -61,33 +61,33 @@ def test_fingerprint_changes_with_the_variant(tiny_checkpoint, own, variant):
     ],
     ids=str,
 )
-def test_fingerprint_changes_with_the_files_of_the_model(tmp_path, own, folder):
-    assert fingerprint(read_checkpoint(write_sentence_transformer(tmp_path / "tiny-bert", **folder))) != own
+def test_fingerprint_changes_with_the_files_of_the_model(tmp_path, usual, folder):
+    assert fingerprint(read_checkpoint(write_sentence_transformer(tmp_path / "tiny-bert", **folder))) != usual
 
 
-def test_fingerprint_changes_only_with_a_limit_below_the_models_maximum(tiny_checkpoint, own):
-    assert fingerprint(tiny_checkpoint, max_tokens=20) != own
-    assert fingerprint(tiny_checkpoint, max_tokens=10_000) == own
+def test_fingerprint_changes_only_with_a_limit_below_the_models_maximum(tiny_checkpoint, usual):
+    assert fingerprint(tiny_checkpoint, max_tokens=20) != usual
+    assert fingerprint(tiny_checkpoint, max_tokens=10_000) == usual
 
 
-def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, own):
+def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, usual):
     classifiers = [
         fitted(tiny_checkpoint, ["a", "b"]),
         fitted(tiny_checkpoint, ["a", "c"]),
         fitted(tiny_checkpoint, ["a", "b"], seed=1),
     ]
     prints = [fingerprint(tiny_checkpoint, classifier=classifier) for classifier in classifiers]
-    assert len({own, *prints}) == 4
+    assert len({usual, *prints}) == 4
     classifiers[0].save(tmp_path)
     assert fingerprint(tiny_checkpoint, classifier=LinearClassifier.load(tmp_path)) == prints[0]
 
 
-def test_fingerprint_does_not_depend_on_name_rounding_threads_or_reuse(tiny_checkpoint, tiny_database, own):
+def test_fingerprint_does_not_depend_on_name_rounding_threads_or_reuse(tiny_checkpoint, tiny_database, usual):
     elsewhere = replace(tiny_checkpoint, name="another name", source="elsewhere")
-    assert fingerprint(elsewhere) == own
-    assert fingerprint(tiny_checkpoint, dtype="bfloat16") == own
-    assert fingerprint(tiny_checkpoint, threads=1) == own
-    assert fingerprint(tiny_checkpoint, database=AttentionDatabase.open(tiny_database)) == own
+    assert fingerprint(elsewhere) == usual
+    assert fingerprint(tiny_checkpoint, dtype="bfloat16") == usual
+    assert fingerprint(tiny_checkpoint, threads=1) == usual
+    assert fingerprint(tiny_checkpoint, database=AttentionDatabase.open(tiny_database)) == usual
 
 
 def test_fingerprint_of_labels_compared_by_embedding_does_not_depend_on_rounding(tiny_checkpoint):
@@ -95,10 +95,10 @@ def test_fingerprint_of_labels_compared_by_embedding_does_not_depend_on_rounding
     assert fingerprint(labelled, dtype="bfloat16") == fingerprint(labelled)
 
 
-def test_fingerprint_does_not_change_after_loading(tiny_checkpoint, tmp_path, own):
+def test_fingerprint_does_not_change_after_loading(tiny_checkpoint, tmp_path, usual):
     engine = PrefillEngine.load(
         read_checkpoint(shutil.copytree(tiny_checkpoint.folder, tmp_path / "tiny-bert")), dtype="float32"
     )
-    assert engine.fingerprint == own
+    assert engine.fingerprint == usual
     write_json(tmp_path / "tiny-bert/tokenizer_config.json", {"model_max_length": 7})
-    assert engine.info().fingerprint == own
+    assert engine.info().fingerprint == usual

@@ -32,7 +32,9 @@ def products(tiny_engine):
 
     def moved(weights):
         noise = (torch.randn(part.shape, generator=generator) * 0.05 for part in weights[:2])
-        return LinearWeights(*((part + own).bfloat16() for part, own in zip(weights[:2], noise, strict=True)))
+        return LinearWeights(
+            *((part + added).bfloat16() for part, added in zip(weights[:2], noise, strict=True))
+        )
 
     layers = refittable_layers(tiny_engine.model)
     return [LastProducts(*map(moved, last_products(layer))) for layer in layers]
@@ -76,16 +78,16 @@ def recorded(tiny_engine, tiny_corpus):
 @settings(max_examples=8)
 @given(
     others=st.lists(st.integers(4, 11), max_size=6),
-    own=st.lists(st.integers(0, 239), max_size=4),
+    stored=st.lists(st.integers(0, 239), max_size=4),
     order=st.randoms(use_true_random=False),
 )
 def test_each_sequence_of_a_batch_takes_the_weights_of_its_outcome(
-    engines, recorded, computing, others, own, order
+    engines, recorded, computing, others, stored, order
 ):
     refitted, original, instead = engines
     # Declined sequences are misses, and lengths without records are not searched.
     asked = [(ids, True) for ids in random_sequences(others, seed=len(others))]
-    asked += [(recorded[index], declined) for index in own for declined in (True, False)]
+    asked += [(recorded[index], declined) for index in stored for declined in (True, False)]
     if not asked:
         return
     order.shuffle(asked)

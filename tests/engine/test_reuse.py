@@ -184,8 +184,8 @@ def with_strategy(engine, strategy, **options):
 
 def test_hits_misses_and_not_searched_sequences_in_one_batch(engines, recorded, tiny_reference):
     unrecorded, new = random_sequences([30, 8], seed=5)
-    declined, own = recorded[9][0], recorded[5][1]
-    sequences = [unrecorded, declined, new, own]  # longest first, so that packing reverses the order
+    declined, recorded_too = recorded[9][0], recorded[5][1]
+    sequences = [unrecorded, declined, new, recorded_too]  # longest first, so that packing reverses the order
     result = prefill(engines("6", threshold=1.0), sequences, reuse=[True, False, True, True])
     assert result.outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED, Outcome.MISS, Outcome.HIT)
     assert np.isnan(result.similarities).tolist() == [True, True, False, False]

@@ -41,11 +41,11 @@ def test_states_are_the_token_embeddings_of_sentence_transformers(tmp_path, writ
     with attention_by(computing):
         engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
         found, result = read(engine, TEXTS)
-    for own, prefix_key in zip(found, expected, strict=True):
+    for states, prefix_key in zip(found, expected, strict=True):
         # Theirs are padded at the front or at the end, as the model's tokenizer pads.
         tokens = prefix_key.numpy()
-        tokens = tokens[-len(own) :] if theirs.tokenizer.padding_side == "left" else tokens[: len(own)]
-        np.testing.assert_allclose(own, tokens, atol=FLOAT32)
+        tokens = tokens[-len(states) :] if theirs.tokenizer.padding_side == "left" else tokens[: len(states)]
+        np.testing.assert_allclose(states, tokens, atol=FLOAT32)
     outputs = engine.run(engine.requests(engine.tokenize(TEXTS))).outputs
     np.testing.assert_allclose(result.outputs, outputs, atol=FLOAT32)
 

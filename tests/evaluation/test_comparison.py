@@ -357,7 +357,7 @@ def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_check
         "full": lambda batch: prefill(full, batch, reuse=False),
         "lazyformer": lambda batch: prefill(sharing, batch),
     }
-    own, report = compare(
+    reference, report = compare(
         methods,
         ClassificationTask("data", full, sequences, labels),
         full.decisions.comparator(Measure.COSINE),
@@ -366,7 +366,7 @@ def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_check
         rounds=1,
     )
     truth = logits[::-1].argmax(axis=1)
-    assert own.scores == {"data": pytest.approx((logits.argmax(axis=1) == truth).mean())}
+    assert reference.scores == {"data": pytest.approx((logits.argmax(axis=1) == truth).mean())}
     assert report.scores == {"data": pytest.approx((changed.argmax(axis=1) == truth).mean())}
     assert report.agreement == (changed.argmax(axis=1) == logits.argmax(axis=1)).mean()
     probabilities = [np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True) for rows in (logits, changed)]

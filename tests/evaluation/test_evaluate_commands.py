@@ -81,11 +81,11 @@ def table_of(path: Path) -> dict[str, list[str]]:
 def test_similarity_is_scored_per_file_and_evaluated_texts_are_excluded(
     tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
 ):
-    given = (
+    options = (
         *("--database", tiny_database, "--corpus", files / "corpus.txt", "--data", files / "pairs.tsv"),
         *("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md"),
     )
-    text = succeeded(evaluate("sts", tiny_checkpoint, *given))
+    text = succeeded(evaluate("sts", tiny_checkpoint, *options))
     assert "9 of 240 corpus texts excluded: evaluated texts" in text
     assert "9 of 240 records excluded: records of evaluated texts" in text
     assert "build with --exclude" in " ".join(text.split())
@@ -107,14 +107,14 @@ def test_similarity_is_scored_per_file_and_evaluated_texts_are_excluded(
 
 
 def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, tmp_path):
-    given = ("--methods", "full", "--score-column", "rating", "--columns", "a,b")
+    options = ("--methods", "full", "--score-column", "rating", "--columns", "a,b")
     folder = tmp_path / "other"
     folder.mkdir()
     # Another data set with the same file name.
     lines = (files / "more.tsv").read_text(encoding="utf-8").splitlines()
     (folder / "more.tsv").write_text("\n".join([lines[0], *lines[4:]]) + "\n", encoding="utf-8")
     data = ("--data", files / "more.tsv", "--data", folder / "more.tsv", "--json", tmp_path / "a.json")
-    succeeded(evaluate("sts", tiny_checkpoint, *given, *data, "--markdown", tmp_path / "a.md"))
+    succeeded(evaluate("sts", tiny_checkpoint, *options, *data, "--markdown", tmp_path / "a.md"))
     (full,) = report_of(tmp_path / "a.json")["methods"]
     assert set(full["scores"]) == {"more", str(folder / "more.tsv")}
     assert full["score"] == pytest.approx(np.mean(list(full["scores"].values())))
@@ -137,8 +137,8 @@ def test_undefined_correlation_is_null(tiny_checkpoint, tmp_path):
 def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
     tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
 ):
-    given = ("--database", tiny_database, "--train", files / "train.tsv", "--data", files / "test.tsv")
-    text = succeeded(evaluate("classification", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
+    options = ("--database", tiny_database, "--train", files / "train.tsv", "--data", files / "test.tsv")
+    text = succeeded(evaluate("classification", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
     assert "8 of 240 records excluded: records of evaluated texts" in text
     report = report_of(tmp_path / "a.json")
     train, test = (
@@ -165,9 +165,9 @@ def test_saved_classifier_has_the_accuracy_of_a_newly_fitted_one(tiny_checkpoint
         )
     )
     scores = []
-    for given in (("--train", files / "train.tsv"), ("--classifier", tmp_path / "classifier")):
+    for options in (("--train", files / "train.tsv"), ("--classifier", tmp_path / "classifier")):
         data = ("--methods", "full", "--data", files / "test.tsv", "--json", tmp_path / "a.json")
-        succeeded(evaluate("classification", tiny_checkpoint, *given, *data))
+        succeeded(evaluate("classification", tiny_checkpoint, *options, *data))
         scores.append(report_of(tmp_path / "a.json")["methods"][0]["score"])
     assert scores[0] == scores[1] > 0.5
 
@@ -181,15 +181,15 @@ def test_labels_can_be_numbers_of_the_models_classes(tiny_classifier_checkpoint,
         (engine.decisions.labels[row.argmax()] for row in logits),
     ):
         data = write_table(tmp_path / "data.tsv", "text\tlabel", zip(texts, labels, strict=True))
-        given = ("--methods", "full", "--data", data, "--json", tmp_path / "a.json")
-        succeeded(evaluate("classification", tiny_classifier_checkpoint, *given))
+        options = ("--methods", "full", "--data", data, "--json", tmp_path / "a.json")
+        succeeded(evaluate("classification", tiny_classifier_checkpoint, *options))
         assert report_of(tmp_path / "a.json")["methods"][0]["scores"] == {"data": 1.0}
 
 
 def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files, tmp_path):
-    given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
+    options = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
-    text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
+    text = succeeded(evaluate("agreement", tiny_checkpoint, *options, *outputs))
     assert "5 of 240 records excluded: records of evaluated texts" in text
     report = report_of(tmp_path / "a.json")
     full, reusing = report["methods"]
@@ -206,9 +206,9 @@ def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files
 def test_saved_time_is_printed_for_each_method_with_a_database(
     tiny_checkpoint, tiny_database, files, tmp_path
 ):
-    given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
+    options = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json")
-    text = " ".join(succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs)).split())
+    text = " ".join(succeeded(evaluate("agreement", tiny_checkpoint, *options, *outputs)).split())
     reports = {report["method"]: report for report in report_of(tmp_path / "a.json")["methods"]}
     saved = 1 - 1 / reports["attncache"]["speedup"]
     hits = reports["attncache"]["hit_lengths"]
@@ -218,8 +218,15 @@ def test_saved_time_is_printed_for_each_method_with_a_database(
 
 
 def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny_database, files, tmp_path):
-    given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--json", tmp_path / "a.json")
-    succeeded(evaluate("agreement", tiny_checkpoint, *given, "--heads", "layers:1", "--threshold", "2"))
+    options = (
+        "--database",
+        tiny_database,
+        "--data",
+        f"{files / 'more.tsv'}:a",
+        "--json",
+        tmp_path / "a.json",
+    )
+    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--heads", "layers:1", "--threshold", "2"))
     report = report_of(tmp_path / "a.json")
     assert report["machine"]["reused_heads"] == "4 of 12"
     assert report["methods"][1]["hit_rate"] == 0
@@ -227,7 +234,7 @@ def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny
 
 
 def test_max_tokens_truncates_texts(tiny_checkpoint, tiny_database, files, tmp_path):
-    given = (
+    options = (
         "--database",
         tiny_database,
         "--data",
@@ -235,7 +242,7 @@ def test_max_tokens_truncates_texts(tiny_checkpoint, tiny_database, files, tmp_p
         "--json",
         tmp_path / "a.json",
     )
-    succeeded(evaluate("agreement", tiny_checkpoint, *given, "--max-tokens", "4"))
+    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--max-tokens", "4"))
     # The database has no records of four tokens.
     assert report_of(tmp_path / "a.json")["methods"][1]["hit_rate"] == 0
 
@@ -245,8 +252,15 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
 ):
     monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     folder = tmp_path / "new.db"
-    given = ("--database", folder, "--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
-    text = succeeded(evaluate("agreement", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
+    options = (
+        "--database",
+        folder,
+        "--corpus",
+        files / "corpus.txt",
+        "--data",
+        f"{files / 'texts.csv'}:query",
+    )
+    text = succeeded(evaluate("agreement", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
     assert "5 of 240 corpus texts excluded: evaluated texts" in text
     assert "0 of 235 records excluded: records of evaluated texts" in text
     assert "--exclude" not in text
@@ -257,7 +271,7 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
     assert report_of(tmp_path / "a.json")["methods"][1]["recorded"] == 0
     # The second command uses the database and does not build it again.
     before = (folder / "manifest.json").read_bytes()
-    assert "0 of 235 records" in succeeded(evaluate("agreement", tiny_checkpoint, *given))
+    assert "0 of 235 records" in succeeded(evaluate("agreement", tiny_checkpoint, *options))
     assert (folder / "manifest.json").read_bytes() == before
 
 
@@ -312,10 +326,10 @@ def test_classifier_of_another_model_is_refused_in_one_line(tiny_checkpoint, fil
     fit_classifier(
         random.normal(size=(9, 32)).astype(np.float32), ["card", "other", "x"] * 3, fingerprint="f", model="m"
     ).save(tmp_path / "classifier")
-    given = ("--methods", "full", "--data", files / "test.tsv", "--classifier", tmp_path / "classifier")
-    assert_one_line(evaluate(kind, tiny_checkpoint, *given), "was fitted for m", "fit a classifier")
+    options = ("--methods", "full", "--data", files / "test.tsv", "--classifier", tmp_path / "classifier")
+    assert_one_line(evaluate(kind, tiny_checkpoint, *options), "was fitted for m", "fit a classifier")
 
 
 def test_heads_that_are_not_stored_are_refused_in_one_line(tiny_checkpoint, tiny_database, files):
-    given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--heads", "layers:9")
-    assert_one_line(evaluate("agreement", tiny_checkpoint, *given), "layers 0 to 2")
+    options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--heads", "layers:9")
+    assert_one_line(evaluate("agreement", tiny_checkpoint, *options), "layers 0 to 2")

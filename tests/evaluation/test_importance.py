@@ -20,9 +20,9 @@ def changes(reference, ids):
     for number, layer in enumerate(reference.model.encoder.layer):
         for kind, module in (("attention", layer.attention), ("block", layer)):
 
-            def keep(_module, given, made, key=(kind, number)):
+            def keep(_module, inputs, made, key=(kind, number)):
                 after = made[0] if isinstance(made, tuple) else made
-                seen[key] = (given[0], after)
+                seen[key] = (inputs[0], after)
 
             hooks.append(module.register_forward_hook(keep))
     reference.hidden(ids)

@@ -38,8 +38,8 @@ def measured_ways(monkeypatch) -> list[str]:
 
     def measure(way, *arguments, **options):
         names.append(way.name)
-        own = real(way, *arguments, **options)
-        return replace(own, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
+        measured = real(way, *arguments, **options)
+        return replace(measured, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
 
     monkeypatch.setattr(tune, "measure", measure)
     # Counting the bytes of all tensors of a large test process takes longer than everything else.
@@ -81,14 +81,14 @@ def test_quality_is_the_cosine_to_float32_on_held_out_texts(
     assert (report.choosing, report.measuring) == (60, 60)
     assert not {*tuning.choosing.texts} & {*tuning.measuring.texts}
     expected = tiny_engine.embed(tuning.measuring.texts)
-    for own in report.measured:
-        engine = PrefillEngine.load(own.way.variant_of(tiny_checkpoint), dtype="float32")
+    for measured in report.measured:
+        engine = PrefillEngine.load(measured.way.variant_of(tiny_checkpoint), dtype="float32")
         found = cosines(engine.embed(tuning.measuring.texts), expected).mean()
-        assert own.quality.mean == pytest.approx(found, abs=1e-5)
-    assert [own.way for own in report.measured] == [Way(), WEIGHTS, INT4]
+        assert measured.quality.mean == pytest.approx(found, abs=1e-5)
+    assert [measured.way for measured in report.measured] == [Way(), WEIGHTS, INT4]
     assert report.measured[2].quality.mean < 0.99 < report.measured[1].quality.mean
     assert report.chosen.way == WEIGHTS
-    weights = [own.weight_bytes for own in report.measured]
+    weights = [measured.weight_bytes for measured in report.measured]
     assert weights[0] > weights[1] > weights[2] > 0
 
 
@@ -98,15 +98,15 @@ def test_nothing_is_chosen_but_the_exact_model_if_nothing_pays(options):
 
 
 def test_stopped_tuning_continues_with_the_next_way(options, measured_ways):
-    def stop(own, _):
-        if own.way == WEIGHTS:
+    def stop(measured, _):
+        if measured.way == WEIGHTS:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         tuned(options, measured=stop)
     assert measured_ways == ["exact", "int8-weight-only"]
     told = []
-    tuning, continued = tuned(options, measured=lambda own, was_kept: told.append((own.way.name, was_kept)))
+    tuning, continued = tuned(options, measured=lambda way, was_kept: told.append((way.way.name, was_kept)))
     assert told == [("exact", True), ("int8-weight-only", True), ("int4", False)]
     assert measured_ways == ["exact", "int8-weight-only", "int4"]
     assert tuning.results.changed == ()
@@ -156,7 +156,7 @@ def test_way_that_cannot_be_loaded_is_reported_and_tried_again_by_the_next_tunin
         _, report = tuned(options, failed=lambda name, reason: failed.append((name, reason)))
     assert failed == [("int8-weight-only", "no such weights")]
     assert report.failed == {"int8-weight-only": "no such weights"}
-    assert [own.way for own in report.measured] == [Way(), INT4]
+    assert [measured.way for measured in report.measured] == [Way(), INT4]
     assert report.chosen.way == Way()
     assert tuned(options)[1].chosen.way == WEIGHTS
     assert measured_ways == ["exact", "int4", "int8-weight-only"]
@@ -166,7 +166,7 @@ def test_layers_are_dropped_in_the_order_of_their_importance_on_choosing_texts(o
     tuning, report = tuned(replace(options, ways=("attention", "blocks"), min_cosine=0.0))
     kept = [tuning.results.least_important(kind, dict) for kind in ("attention", "blocks")]
     assert [sorted(order) for order in kept] == [[0, 1, 2], [0, 1, 2]]
-    ways = [own.way for own in report.measured[1:]]
+    ways = [measured.way for measured in report.measured[1:]]
     assert ways == [
         Way(drop_attention=(kept[0][0],)),
         Way(drop_attention=tuple(sorted(kept[0][:2]))),
@@ -179,15 +179,15 @@ def test_operators_database_is_measured_without_the_records_of_measuring_texts(
     options, tiny_database, monkeypatch
 ):
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
-    given = replace(options, database=tiny_database, ways=("int8-weight-only", "maps"), min_cosine=0.0)
-    tuning, report = tuned(given)
+    changed = replace(options, database=tiny_database, ways=("int8-weight-only", "maps"), min_cosine=0.0)
+    tuning, report = tuned(changed)
     # A database serves the exact model only, so there is no combination with it.
     exact, _, maps = report.measured
-    assert [own.way for own in report.measured] == [Way(), WEIGHTS, Way(maps=True)]
+    assert [measured.way for measured in report.measured] == [Way(), WEIGHTS, Way(maps=True)]
     assert (exact.hit_rate, maps.hit_rate) == (0.0, 1.0)
     assert maps.quality.mean < 0.9999  # a text with its own record would be exact
     assert tuning._folder_of(maps.way) == tiny_database
-    assert tuned(replace(given, ways=("maps",)))[1].database == tiny_database
+    assert tuned(replace(changed, ways=("maps",)))[1].database == tiny_database
 
 
 def test_database_of_another_model_is_refused_at_the_start(options, tiny_database, tmp_path):
@@ -205,42 +205,42 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
         lambda *arguments: budgets.append(arguments[3].min_cosine) or real(*arguments),
     )
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
-    given = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
-    _, report = tuned(given)
-    assert [own.way.name for own in report.measured][2:] == ["maps", "int8-weight-only + maps"]
+    changed = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
+    _, report = tuned(changed)
+    assert [measured.way.name for measured in report.measured][2:] == ["maps", "int8-weight-only + maps"]
     loss = 1 - report.measured[1].quality.mean
     assert budgets == pytest.approx([0.99, 0.99 + loss], abs=1e-6)
     assert report.chosen.way == replace(WEIGHTS, maps=True)
     manifest = AttentionDatabase.open(report.database).manifest
     assert manifest.build["variant"] == {"quantization": "int8-weight-only"}
-    again = tuned(given)[1]
+    again = tuned(changed)[1]
     assert (again.database, len(budgets)) == (report.database, 2)
 
 
 def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_checkpoint):
     labels = ["transfer" if "transfer" in text else "card" for text in options.texts.texts]
-    given = replace(
+    changed = replace(
         options,
         checkpoint=tiny_classifier_checkpoint,
         texts=Texts(options.texts.texts, labels),
         min_agreement=0.9,
     )
-    tuning, report = tuned(given)
+    tuning, report = tuned(changed)
     exact = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
-    for own in report.measured:
-        engine = PrefillEngine.load(own.way.variant_of(tiny_classifier_checkpoint), dtype="float32")
+    for measured in report.measured:
+        engine = PrefillEngine.load(measured.way.variant_of(tiny_classifier_checkpoint), dtype="float32")
         decided = [
             loaded.decisions.class_logits(
                 loaded.run(loaded.requests(loaded.tokenize(tuning.measuring.texts), reuse=False)).outputs
             ).argmax(axis=1)
             for loaded in (engine, exact)
         ]
-        assert own.quality.mean == np.equal(*decided).mean()
+        assert measured.quality.mean == np.equal(*decided).mean()
         names = [engine.decisions.labels[row] for row in decided[0]]
-        assert own.accuracy == np.mean(np.array(names) == np.array(tuning.measuring.labels))
+        assert measured.accuracy == np.mean(np.array(names) == np.array(tuning.measuring.labels))
     assert str(report.budget.measure) == "agreement"
     with pytest.raises(InvalidInput, match="labels of the texts are none of the model's 3 classes"):
-        Tuning(replace(given, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
+        Tuning(replace(changed, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
 
 
 def test_fitted_classifier_decides_on_the_embeddings_of_every_variant(options, tiny_engine, tiny_checkpoint):
@@ -287,17 +287,17 @@ def test_file_that_is_no_results_file_is_refused_and_kept(options):
 
 def test_split_uses_each_different_text_once():
     texts = [f"text {number}" for number in range(50)]
-    given = Texts([*texts, *texts], [*["first"] * 50, *["second"] * 50])
-    sequences = [[1, int(text.split()[1])] for text in given.texts]
-    choosing, measuring = split(given, [*sequences[:99], []], 20, 1000)
+    repeated = Texts([*texts, *texts], [*["first"] * 50, *["second"] * 50])
+    sequences = [[1, int(text.split()[1])] for text in repeated.texts]
+    choosing, measuring = split(repeated, [*sequences[:99], []], 20, 1000)
     assert sorted(choosing.texts + measuring.texts) == sorted(texts)
     assert len(measuring.texts) == 25
     assert {*choosing.labels, *measuring.labels} == {"first"}
-    choosing, fewer = split(given, sequences, 20, 20)
+    choosing, fewer = split(repeated, sequences, 20, 20)
     assert (len(choosing.texts), fewer.texts) == (30, measuring.texts[:20])
     for needed, most, field in ((26, 1000, "texts"), (20, 19, "sample")):
         with pytest.raises(InvalidInput) as refused:
-            split(given, sequences, needed, most)
+            split(repeated, sequences, needed, most)
         assert refused.value.field == field
 
 
@@ -312,14 +312,14 @@ def test_batches_are_full_and_in_order(tiny_engine):
     # No batch has room for the first text of the next batch.
     following = [len(batch[0].ids) for batch in batches[1:]]
     assert all(size + first > 1024 for size, first in zip(sizes, following, strict=False))
-    shortest = min(of_texts, key=lambda own: len(own[0].ids))
+    shortest = min(of_texts, key=lambda requests: len(requests[0].ids))
     short = service_batches([shortest] * 130, shares_prefixes=False)
     assert [len(batch) for batch in short] == [64, 64, 2]
 
 
 def test_long_text_is_a_batch_of_its_own_and_a_shared_prefix_counts_once(tiny_engine):
     def requests(*lengths):
-        return [[own] for own in tiny_engine.requests([list(range(length)) for length in lengths])]
+        return [[request] for request in tiny_engine.requests([list(range(length)) for length in lengths])]
 
     assert [len(batch) for batch in service_batches(requests(9, 2000, 9), False)] == [1, 1, 1]
     alike = requests(600, 601, 602)

@@ -56,8 +56,8 @@ def search(machine: Machine, layers: int = 6) -> None:
     searching = Search(machine, BUDGET, 0.05)
     searching.try_each([INT8, INT4, MAPS])
     order = list(range(layers))
-    searching.try_dropping(lambda own: Way(drop_attention=own), order)
-    searching.try_dropping(lambda own: Way(drop_blocks=own), order)
+    searching.try_dropping(lambda dropped: Way(drop_attention=dropped), order)
+    searching.try_dropping(lambda dropped: Way(drop_blocks=dropped), order)
     searching.combine()
 
 
@@ -98,7 +98,7 @@ def test_way_that_cannot_be_measured_is_in_no_combination():
 def test_most_layers_are_dropped_that_keep_the_budget(layers, allowed):
     """And at least one layer is left."""
     machine = Machine(attention=(0.02 / (allowed + 0.5), 1.1))
-    Search(machine, BUDGET, 0.05).try_dropping(lambda own: Way(drop_attention=own), range(layers))
+    Search(machine, BUDGET, 0.05).try_dropping(lambda dropped: Way(drop_attention=dropped), range(layers))
     counts = [len(way.drop_attention) for way in machine.measured]
     most = min(allowed, layers - 1)
     assert max((count for count in counts if count <= allowed), default=0) == most

@@ -152,6 +152,6 @@ def test_description_with_fewer_labels_than_weights_is_refused(tmp_path):
 def test_model_of_another_pooling_is_another_model(tiny_checkpoint):
     other = replace(tiny_checkpoint, pooling=Pooling(("cls",)))
     assert other.fingerprint() == tiny_checkpoint.fingerprint()
-    own = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
+    classifier = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
     with pytest.raises(DatabaseRefused):
-        PrefillEngine.load(other, classifier=own, dtype="float32")
+        PrefillEngine.load(other, classifier=classifier, dtype="float32")

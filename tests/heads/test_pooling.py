@@ -61,8 +61,8 @@ def test_pooling_of_packed_sequences_is_that_of_each_alone(mode, skipped, length
 @pytest.mark.parametrize("mode", MODES)
 def test_sequences_that_share_prefixes_are_pooled_over_all_their_tokens(mode, skipped):
     sequences = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 3, 4, 7, 8, 9], [1, 2, 3, 9, 9], [8, 7, 6, 5]]
-    own = [skipped, 1, skipped, 2, skipped]  # prompt tokens of each sequence
-    batch = pack_shared(sequences, prompt_tokens=own)
+    prompt_tokens = [skipped, 1, skipped, 2, skipped]  # prompt tokens of each sequence
+    batch = pack_shared(sequences, prompt_tokens=prompt_tokens)
     assert len(batch.ids) < sum(map(len, sequences))
     hidden = torch.randn(len(batch.ids), 5, generator=torch.Generator().manual_seed(0))
     found = Pooler((mode,), skipped or None)(hidden, batch)
@@ -70,7 +70,7 @@ def test_sequences_that_share_prefixes_are_pooled_over_all_their_tokens(mode, sk
         pooled_plainly(
             hidden[batch.rows(np.full(len(ids), index), np.arange(len(ids)))].double().numpy(),
             mode,
-            own[index] if skipped else 0,
+            prompt_tokens[index] if skipped else 0,
         )
         for index, ids in enumerate(sequences)
     ]
@@ -112,10 +112,10 @@ def test_a_vector_does_not_depend_on_its_batch(mode, executor):
     if executor == "torch" and mode == "weightedmean":
         pytest.skip("torch adds up in another order")
     states = torch.randn(30, 37)
-    pooler, own = Pooler((mode,), 2), pack([[0] * 10])
+    pooler, batch = Pooler((mode,), 2), pack([[0] * 10])
     together = pooler(states, pack([[0] * 10] * 3))
     for index in range(3):
-        assert torch.equal(pooler(states[10 * index : 10 * index + 10], own)[0], together[index])
+        assert torch.equal(pooler(states[10 * index : 10 * index + 10], batch)[0], together[index])
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 0.0])

@@ -20,13 +20,13 @@ def rows_of(ids):
     return np.stack([np.random.default_rng(ids[: end + 1]).normal(size=WIDTH) for end in range(len(ids))])
 
 
-def states_behind(sequences, given, before, skipped, ends):
+def states_behind(sequences, cached, before, skipped, ends):
     """Return the states of the sequences after their first `ends` tokens, computed behind `given` tokens."""
-    rest = [ids[count:] for ids, count in zip(sequences, given, strict=True)]
+    rest = [ids[count:] for ids, count in zip(sequences, cached, strict=True)]
     groups = list(range(len(sequences)))
-    found = continued_prefixes(rest, groups, given)
+    found = continued_prefixes(rest, groups, cached)
     hidden = np.concatenate(
-        [rows_of(sequences[index])[given[index] :] for index in found.order.tolist()]
+        [rows_of(sequences[index])[cached[index] :] for index in found.order.tolist()]
     ).astype(np.float32)
     order = found.order.argsort()
     rows = found.tree.rows(order, np.array(ends) - 1)
@@ -46,13 +46,13 @@ def test_divided_sequences_are_pooled_as_whole_ones(cases, skipped, mode):
     sequences = [ids for ids, _, _ in cases]
     lengths = [len(ids) for ids in sequences]
     counts = [skipped] * len(sequences)
-    given = [int(share * (length - 1)) for (_, share, _), length in zip(cases, lengths, strict=True)]
+    cached = [int(share * (length - 1)) for (_, share, _), length in zip(cases, lengths, strict=True)]
     nothing = [0] * len(sequences)
     start = empty_states(len(sequences), WIDTH)
-    ends = [max(1, own) for own in given]
+    ends = [max(1, count) for count in cached]
     middle = states_behind(sequences, nothing, start, counts, ends)
-    middle[np.array(given) == 0] = start[0]
-    found = states_behind(sequences, given, middle, counts, lengths)
+    middle[np.array(cached) == 0] = start[0]
+    found = states_behind(sequences, cached, middle, counts, lengths)
     whole = states_behind(sequences, nothing, start, counts, lengths)
     assert np.array_equal(found, whole)
 

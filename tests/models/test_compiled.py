@@ -127,7 +127,7 @@ def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
         replace(rows, types=np.array([0, tables.place_count])),
         replace(rows, positions=np.array([0, 10**6])),
     ]
-    for own in wrong:
+    for changed in wrong:
         with pytest.raises(IndexError, match=r"outside a table|more tokens than"):
-            model.stack.run(None, own, layers)
+            model.stack.run(None, changed, layers)
     assert model.stack.run(None, rows, layers)[0].isfinite().all()

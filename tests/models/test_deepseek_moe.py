@@ -110,8 +110,8 @@ def test_published_files_are_served_without_running_their_code_and_without_warni
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     engine = PrefillEngine.load(read_checkpoint(published), dtype="float32")
     sequences = engine.tokenize(["my card is lost", "bank", "where is my money today"])
-    own = Tokenizer.from_file(str(published / "tokenizer.json"))
-    assert sequences[0] == own.encode("my card is lost").ids
+    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
+    assert sequences[0] == tokenizer.encode("my card is lost").ids
     plain = PlainDeepseek(published)
     expected = [plain.hidden(ids).mean(dim=0).numpy() for ids in sequences]
     np.testing.assert_allclose(prefill(engine, sequences, reuse=False).outputs, expected, atol=1e-5)
@@ -148,7 +148,7 @@ def test_labels_have_the_logits_of_their_tokens(published, tmp_path, tied):
     )
     found = engine.decisions.label_logits(asked, result.outputs, result.log_probabilities)
     plain = PlainDeepseek(tmp_path)
-    tokens = [own[0] for own in asked.tokens]
+    tokens = [tokens[0] for tokens in asked.tokens]
     expected = np.stack([plain.token_logits(ids)[-1, tokens].numpy() for ids in sequences])
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -166,7 +166,7 @@ def test_an_expert_runs_once_for_all_tokens_routed_to_it(published, monkeypatch)
     tokens = 50
     layer.feed_forward(torch.randn(tokens, HIDDEN))
     for shape in ((HIDDEN, EXPERT), (EXPERT, HIDDEN)):
-        sent = [rows for rows, *own in products if tuple(own) == shape]
+        sent = [rows for rows, *sizes in products if tuple(sizes) == shape]
         networks = 2 if shape == (HIDDEN, EXPERT) else 1  # gate and up, or down
         assert sum(sent) == networks * tokens * CHOSEN
         assert 0 < len(sent) <= networks * EXPERTS

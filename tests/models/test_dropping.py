@@ -121,7 +121,9 @@ def test_dropped_parts_are_not_packed(variant, monkeypatch, attention, blocks, p
     """A layer packs four linear layers: projections, output, up and down."""
     packed = []
     make = PackedLinear.__init__
-    monkeypatch.setattr(PackedLinear, "__init__", lambda *given: packed.append(given) or make(*given))
+    monkeypatch.setattr(
+        PackedLinear, "__init__", lambda *arguments: packed.append(arguments) or make(*arguments)
+    )
     load_model(variant(attention, blocks), torch.float32)
     assert len(packed) == packs
 

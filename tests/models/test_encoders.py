@@ -175,7 +175,9 @@ def test_only_the_packed_weights_of_a_layer_stay_in_memory(tmp_path, name, label
 
     with mock.patch.object(load, "_read_weights", noted), new_objects() as living:
         model = load_model(checkpoint, torch.float32, reused_heads=[2, 0, 4])
-        held = [own for own in living(torch.Tensor) if own.layout is torch.strided and own.dim() == 2]
+        held = [
+            tensor for tensor in living(torch.Tensor) if tensor.layout is torch.strided and tensor.dim() == 2
+        ]
     assert len(rows) >= 4 * len(model.layers)
     assert not [
         row

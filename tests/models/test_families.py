@@ -31,7 +31,7 @@ from attncache_core.heads.pooling import Pooler
 from attncache_core.models import LayerHeads, load, load_model, with_heads
 from attncache_core.models.rotary import Rotary
 from attncache_core.native.stack import KeyValueSlots
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
@@ -148,10 +148,10 @@ def donated(full, reused, sequences, donors, folder):
     segments, records = {}, np.full(len(sequences), -1)
     layout = RecordLayout(reused, torch.float16, smallest_form(full))
     for length in {len(donor) for donor in donors if donor}:
-        own = [index for index, donor in enumerate(donors) if donor and len(donor) == length]
+        recorded = [index for index, donor in enumerate(donors) if donor and len(donor) == length]
         path = segment_path(folder, length)
-        with SegmentWriter(path, length, len(own), layout, SEAL) as writer:
-            for record, index in enumerate(own):
+        with SegmentWriter(path, length, len(recorded), layout, SEAL) as writer:
+            for record, index in enumerate(recorded):
                 maps = collect_maps(full, pack([donors[index]]))
                 stored = [group[0, :held].half() for (group,), held in zip(maps, reused, strict=True)]
                 writer.append(stored, donors[index], RecordKind.STORED)
@@ -404,24 +404,24 @@ class Slots:
 
     def __init__(self, model, lengths):
         layer, x = model.layers[0], torch.zeros(1, model.hidden_size, dtype=model.dtype)
-        _, own = layer.projections.query_and_slots(x, torch.zeros(1, dtype=torch.int64))
-        self.bytes = own.shape[1] * own.element_size()
+        _, slots = layer.projections.query_and_slots(x, torch.zeros(1, dtype=torch.int64))
+        self.bytes = slots.shape[1] * slots.element_size()
         size = (len(model.layers), self.TOKENS, self.bytes)
         self.blocks = [[np.zeros(size, np.uint8) for _ in range(length)] for length in lengths]
         self.written = np.zeros(len(model.layers), np.int32)
 
     def plan(self, known, lengths, *, keep, ready=None):
-        given = [own[: -(-count // self.TOKENS)] for own, count in zip(self.blocks, known, strict=True)]
+        cached = [block[: -(-count // self.TOKENS)] for block, count in zip(self.blocks, known, strict=True)]
         kept = [
-            own[at // self.TOKENS].ctypes.data + at % self.TOKENS * self.bytes
-            for own, first, end in zip(self.blocks, known, lengths, strict=True)
+            block[at // self.TOKENS].ctypes.data + at % self.TOKENS * self.bytes
+            for block, first, end in zip(self.blocks, known, lengths, strict=True)
             for at in range(first, end)
         ]
         return KeyValueSlots(
             self.TOKENS,
             self.TOKENS * self.bytes,
-            np.array([block.ctypes.data for own in given for block in own], dtype=np.uint64),
-            np.concatenate(([0], np.cumsum([len(own) for own in given]))),
+            np.array([block.ctypes.data for blocks in cached for block in blocks], dtype=np.uint64),
+            np.concatenate(([0], np.cumsum([len(blocks) for blocks in cached]))),
             np.array(kept, dtype=np.uint64) if keep else None,
             np.arange(len(kept)) if keep else None,
             ready=ready,
@@ -431,10 +431,10 @@ class Slots:
 
 def rows_behind(known, sequences):
     """Return a batch of the tokens behind the first `known` tokens of each sequence, a tree for each one."""
-    own = [ids[count:] for ids, count in zip(sequences, known, strict=True)]
-    offsets, count = np.concatenate(([0], np.cumsum([len(ids) for ids in own]))), len(own)
+    rest = [ids[count:] for ids, count in zip(sequences, known, strict=True)]
+    offsets, count = np.concatenate(([0], np.cumsum([len(ids) for ids in rest]))), len(rest)
     tree = PrefixTree(np.full(count, -1), np.array(known), offsets, np.arange(count))
-    ids = torch.tensor([token for part in own for token in part])
+    ids = torch.tensor([token for part in rest for token in part])
     return TokenBatch(ids, np.diff(offsets), np.arange(count), tree=tree)
 
 
@@ -475,8 +475,8 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
     # tie, rounding decides which expert a token gets.
     prefix = random_sequences([37], seed=36)[0]
     first = [prefix, *random_sequences([16, 5, 80], seed=36)]
-    longer = [ids + own for ids, own in zip(first, random_sequences([3, 20, 1, 9], seed=37), strict=True)]
-    branches = [prefix[:32] + own for own in random_sequences([1, 30], seed=38)]
+    longer = [ids + added for ids, added in zip(first, random_sequences([3, 20, 1, 9], seed=37), strict=True)]
+    branches = [prefix[:32] + added for added in random_sequences([1, 30], seed=38)]
     requests = [
         PrefillRequest(ids, False, None, PrefixKey.of(bytes(32), ids, len(ids)))
         for ids in (*longer, *branches, *first)
@@ -491,8 +491,8 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
             disk = DiskTier(tmp_path / computing, layout.part_bytes, 2**24)
             store = KeyValueStore(layout, 2**24, transfers=Transfers(disk, 1000))
             for batch in (slice(6, None), slice(6), slice(None), slice(None)):
-                own = requests[batch]
-                result = run_continued(model, store, own, [4] * len(own))
+                part = requests[batch]
+                result = run_continued(model, store, part, [4] * len(part))
                 assert_near(list(map(torch.from_numpy, result.outputs[:, None])), expected[batch], FLOAT32)
             assert result.tokens == 0
             assert bool(store.transfers.counts.loaded_blocks) == bool(opened)

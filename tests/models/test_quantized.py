@@ -346,7 +346,9 @@ def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch
     folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
     load_model(replace(read_checkpoint(folder), quantization=Quantization.INT4), torch.float32)
     weights = load_file(folder / "model.safetensors")
-    of_layers = {name: own.numel() for name, own in weights.items() if ".layers." in name and own.ndim > 1}
+    of_layers = {
+        name: weight.numel() for name, weight in weights.items() if ".layers." in name and weight.ndim > 1
+    }
     routers = [name for name in of_layers if re.search(r"(mlp|moe)\.gate\.|shared_expert_gate", name)]
     assert routers
     assert sum(made) == sum(of_layers.values()) - sum(of_layers[name] for name in routers)

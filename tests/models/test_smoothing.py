@@ -208,15 +208,17 @@ def test_every_family_loads_with_shared_factors(family, tmp_path):
     model = AutoModel.from_pretrained(tmp_path)
     smooth(model, calibration_sequences(checkpoint)[:40])
     factors = {
-        name: own for name, module in model.named_modules() if (own := smoothing_of(module)) is not None
+        name: smoothing
+        for name, module in model.named_modules()
+        if (smoothing := smoothing_of(module)) is not None
     }
     groups = 0
-    for name, own in factors.items():
+    for name, factor in factors.items():
         for first, *others in READERS:
             names = [name.removesuffix(first) + other for other in others]
             if name.endswith(first) and all(other in factors for other in names):
                 groups += 1
-                assert all(torch.equal(factors[other], own) for other in names)
+                assert all(torch.equal(factors[other], factor) for other in names)
     assert groups >= 2 or "modernbert" in family  # ModernBERT's layers are fused
     assert len(factors) >= 3 * 3
 

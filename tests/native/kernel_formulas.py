@@ -100,7 +100,9 @@ def products(maps, value, offsets):
     value = value.double()
     pairs = list(zip(maps, pairwise(offsets.tolist()), strict=True))
     exact, sizes = (
-        torch.cat([torch.einsum("hpq,qhd->phd", own.double(), v[first:end]) for own, (first, end) in pairs])
+        torch.cat(
+            [torch.einsum("hpq,qhd->phd", weights.double(), v[first:end]) for weights, (first, end) in pairs]
+        )
         for v in (value, value.abs())
     )
     return exact, sizes
@@ -139,7 +141,7 @@ def made_maps(lengths, heads, dtype, seed=0):
 
 
 def addresses(maps):
-    return np.array([own.data_ptr() for own in maps], dtype=np.uint64)
+    return np.array([each.data_ptr() for each in maps], dtype=np.uint64)
 
 
 def run_starts(copies):

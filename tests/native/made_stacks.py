@@ -20,7 +20,7 @@ import torch
 from attncache_core.native import AttentionKernel
 from attncache_core.native.pooling import CompiledNorm, CompiledPooling
 from attncache_core.native.products import MatrixKind, PackedMatrix
-from attncache_core.native.stack import NO_RECORDS, CompiledStack, GivenRecords, StackRows
+from attncache_core.native.stack import NO_RECORDS, CompiledStack, ReusedRecords, StackRows
 from attncache_core.native.stack_layers import (
     AttentionHalf,
     CompiledEmbedding,
@@ -159,11 +159,11 @@ def given_to(lengths, total=TOTAL, seed=0):
     return [torch.randn(total, length, length, generator=generator).softmax(-1).half() for length in lengths]
 
 
-def given_records(records, reused=REUSED, refitted=0):
+def reused_records(records, reused=REUSED, refitted=0):
     """Return what the stack reads of records; see `run`."""
     addresses = np.array([record.data_ptr() for record in records], dtype=np.uint64)
     before = tuple(sum(reused[:layer]) for layer in range(len(reused)))
-    return GivenRecords(addresses, torch.float16, False, before, refitted)
+    return ReusedRecords(addresses, torch.float16, False, before, refitted)
 
 
 def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS, hidden=None, refitted=0):
@@ -175,11 +175,11 @@ def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS,
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
     ids = np.concatenate(sequences)
-    given = given_records(records, reused, refitted) if records else NO_RECORDS
+    taken = reused_records(records, reused, refitted) if records else NO_RECORDS
     rows = StackRows(offsets, positions)
     if hidden is None:
         rows = replace(rows, ids=ids, types=ids % PLACES)
-    found, counts = stack.run(hidden, rows, layers, given, threads)
+    found, counts = stack.run(hidden, rows, layers, taken, threads)
     return list(found.split(lengths)), counts
 
 
@@ -234,9 +234,9 @@ def survive_sleeping_helpers(check, repeatable, ids, others):
         sender.start()
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
-            found, own = run(repeatable, ids, count)
+            found, repeated = run(repeatable, ids, count)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-            assert (own.multiplications, own.map_rows) == (counts.multiplications, counts.map_rows)
+            assert (repeated.multiplications, repeated.map_rows) == (counts.multiplications, counts.map_rows)
         sender.join()
         check(4)
 

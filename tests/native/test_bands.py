@@ -56,11 +56,11 @@ def test_bands_and_widths_follow_the_formula(kernel, attention, count):
     exact, sizes = products(maps, value, offsets)
     rounded = rounds_maps(kernel, value.dtype, query.shape[2], value.shape[2])
     assert_near(found, exact, sizes, rounded)
-    for own, expected in zip(kept, maps, strict=True):
+    for written, expected in zip(kept, maps, strict=True):
         allowed = FLOAT32 + BFLOAT16 * ((value.dtype is torch.bfloat16) + rounded) * expected
-        assert bool(((own.double() - expected).abs() <= allowed).all())
+        assert bool(((written.double() - expected).abs() <= allowed).all())
         # Elements outside the band are exactly 0.
-        assert (own[:, ~band_of(own.shape[1], **band)] == 0).all()
+        assert (written[:, ~band_of(written.shape[1], **band)] == 0).all()
 
 
 @settings(max_examples=40)
@@ -91,18 +91,18 @@ def test_batch_of_bands_equals_single_sequences_and_heads_bit_for_bit(kernel, at
 @pytest.mark.parametrize(("before", "after"), [(None, 0), (20, 0), (0, 30), (0, 0), (33, 16)])
 @pytest.mark.parametrize("token", [0, 40, 119])
 def test_tokens_outside_the_band_are_ignored(kernel, token, before, after, dtype):
-    offsets, own = offsets_of([120]), joined_projection(120, 1, 32, dtype)
+    offsets, parts = offsets_of([120]), joined_projection(120, 1, 32, dtype)
     band = {"before": before, "after": after}
-    query, key, value = (part.clone() for part in own)
+    query, key, value = (part.clone() for part in parts)
     attended = band_of(120, before, after)[:, token]
     key[token] = query[0] * 2.0**20  # a score outside the band must not be a row's maximum
-    expected = attend(kernel, *own, offsets, **band)
-    assert torch.equal(attend(kernel, query, key, own[2], offsets, **band)[~attended], expected[~attended])
+    expected = attend(kernel, *parts, offsets, **band)
+    assert torch.equal(attend(kernel, query, key, parts[2], offsets, **band)[~attended], expected[~attended])
     key[token] = float("nan")
-    found = attend(kernel, query, key, own[2], offsets, **band).isnan().all(dim=-1).flatten()
+    found = attend(kernel, query, key, parts[2], offsets, **band).isnan().all(dim=-1).flatten()
     assert torch.equal(found, attended)
     value[token] = float("nan")
-    found = attend(kernel, query, own[1], value, offsets, **band).isnan().all(dim=-1).flatten()
+    found = attend(kernel, query, parts[1], value, offsets, **band).isnan().all(dim=-1).flatten()
     assert found[attended].all()
     # Rows of a tile are multiplied by the same rows of V, rounded up to whole vectors.
     near = band_of(120, None if before is None else before + 24, after + 8)[:, token]

@@ -158,18 +158,18 @@ def test_batch_equals_single_sequences_bit_for_bit(kernel, lengths, heads, width
 @pytest.mark.parametrize("width", [24, 64])
 @pytest.mark.parametrize("token", [0, 15, 16, 36])
 def test_nan_spreads_to_dependent_results_and_to_no_others(kernel, token, width, dtype):
-    lengths, own = offsets_of([37, 20]), joined_projection(57, 2, width, dtype)
-    query, key, value = (part.clone() for part in own)
+    lengths, parts = offsets_of([37, 20]), joined_projection(57, 2, width, dtype)
+    query, key, value = (part.clone() for part in parts)
     query[token, 0, 3] = float("nan")  # one row of one head
-    found = attend(kernel, query, own[1].clone(), own[2].clone(), lengths).isnan()
+    found = attend(kernel, query, parts[1].clone(), parts[2].clone(), lengths).isnan()
     assert found[token, 0].all()
     assert found.sum() == width
     key[token, 1, 3] = float("nan")  # all rows of one head of one sequence
-    found = attend(kernel, own[0].clone(), key, own[2].clone(), lengths).isnan()
+    found = attend(kernel, parts[0].clone(), key, parts[2].clone(), lengths).isnan()
     assert found[:37, 1].all()
     assert found.sum() == 37 * width
     value[token, 1, 3] = float("nan")  # one column
-    found = attend(kernel, own[0].clone(), own[1].clone(), value, lengths).isnan()
+    found = attend(kernel, parts[0].clone(), parts[1].clone(), value, lengths).isnan()
     assert found[:37, 1, 3].all()
     assert found.sum() == 37
 

@@ -170,10 +170,10 @@ def test_terms_and_a_window_follow_the_formula(kernel, lengths, dtype, before, a
 def test_nan_spreads_to_dependent_results_and_to_no_others(kernel, token, names, width, dtype):
     dtype = own_dtype(kernel, dtype)
     attention = Attention(kernel.library, made_terms(PARTS, names, 2, width, dtype), 2, width, dtype)
-    lengths, own = offsets_of([37, 20]), made_rows(57, 2, width, dtype)
+    lengths, parts = offsets_of([37, 20]), made_rows(57, 2, width, dtype)
     # The products of the stack with identity matrices spread NaN over a row, so only whole rows can be told.
     for part, spoilt in ((0, [token]), (1, range(37))):
-        rows = [x.clone() for x in own]
+        rows = [x.clone() for x in parts]
         rows[part][token] = float("nan")
         found = attention(*rows, lengths).isnan().flatten(1)
         assert found[list(spoilt)].all()

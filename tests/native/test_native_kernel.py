@@ -38,8 +38,8 @@ def test_concurrent_calls_of_two_python_threads_do_not_interfere(kernel):
         jobs.append((parts, offsets_of(lengths), maps))
 
     def results(parts, offsets, maps):
-        own = np.arange(len(offsets))
-        return attend(kernel, *parts, offsets), apply_maps(kernel, maps, own, parts[2], offsets)
+        each = np.arange(len(offsets))
+        return attend(kernel, *parts, offsets), apply_maps(kernel, maps, each, parts[2], offsets)
 
     expected = [results(*job) for job in jobs]
     start = Barrier(2)

@@ -50,10 +50,12 @@ def plain_product(kind, weight, x, smoothing):
     """Return x @ weight.T and |x| @ |weight|.T as this kind of matrix rounds their numbers, in float64."""
     if kind is MatrixKind.LEVELS:
         levels, scales, zeros = levels_of(x, smoothing)
-        own, of_weight = round_rows(weight.float() if smoothing is None else weight.float() / smoothing)
+        weight_levels, of_weight = round_rows(
+            weight.float() if smoothing is None else weight.float() / smoothing
+        )
         whole = torch.from_numpy(levels - zeros[:, None])
         factors = torch.from_numpy(scales)[:, None].double() * of_weight.double()
-        exact = (whole @ own.long().T).double() * factors
+        exact = (whole @ weight_levels.long().T).double() * factors
         # The integers are exact, so an error is one of the last conversion and products.
         return exact, exact.abs()
     rounded = torch.bfloat16 if kind is MatrixKind.PAIRS else torch.float32

@@ -41,12 +41,12 @@ def vectors_of(layers: Layers, length: int, stored: int, prototypes: int) -> Rec
     return RecordVectors(both[:stored], both[stored:], kinds, 50 + np.arange(prototypes + 1))
 
 
-def brute_force(own: RecordVectors, features: np.ndarray) -> list[tuple[int, float]]:
+def brute_force(of_length: RecordVectors, features: np.ndarray) -> list[tuple[int, float]]:
     """Return record and similarity of the nearest record of each kind."""
     found = []
     for kind in range(3):
-        vectors = own.stored if kind == 0 else own.synthetic[own.kinds == kind]
-        records = np.arange(len(vectors)) if kind == 0 else own.records[own.kinds == kind]
+        vectors = of_length.stored if kind == 0 else of_length.synthetic[of_length.kinds == kind]
+        records = np.arange(len(vectors)) if kind == 0 else of_length.records[of_length.kinds == kind]
         if not len(vectors):
             found.append((-1, -np.inf))
             continue
@@ -97,8 +97,8 @@ def test_sequence_finds_in_a_batch_exactly_what_it_finds_alone(kernel, lengths):
     for row, x in enumerate(states):
         alone = search.nearest(x, np.array([(0, 1, 0, len(x))]))
         for found, expected in zip(alone, together, strict=True):
-            own = expected[row] if expected is together[0] else expected[:, row]
-            assert np.array_equal(found.ravel(), own)
+            nearest = expected[row] if expected is together[0] else expected[:, row]
+            assert np.array_equal(found.ravel(), nearest)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -125,10 +125,10 @@ def test_only_a_record_of_a_sentence_can_have_similarity_one(kernel):
     layers = Layers(40)
     search = NativeSearch(*layers.packed(kernel.library), {2: vectors_of(layers, 2, 1, 1)})
     features, *_ = search.nearest(torch.ones(2, HIDDEN), np.array([(0, 1, 0, 2)]))
-    own = RecordVectors(
+    vectors = RecordVectors(
         *[np.repeat(features, rows, axis=0) for rows in (1, 2)], np.array([1, 2]), np.arange(2)
     )
-    same = NativeSearch(*layers.packed(kernel.library), {2: own})
+    same = NativeSearch(*layers.packed(kernel.library), {2: vectors})
     _, _, similarities = same.nearest(torch.ones(2, HIDDEN), np.array([(0, 1, 0, 2)]))
     assert similarities[0, 0] == 1
     assert (similarities[1:, 0] == np.nextafter(np.float32(1), np.float32(0))).all()

@@ -147,8 +147,8 @@ def test_activations_have_their_limits_for_large_inputs(row_kernel):
 def test_rows_may_have_any_strides(row_kernel, dtype):
     wide = numbers((9, 100), dtype)
     for x in (wide[:, 7:40], wide[::2], wide.T):
-        own = x.clone(memory_format=torch.contiguous_format)
-        for strided, whole in zip(row_kernel.quantize(x), row_kernel.quantize(own), strict=True):
+        joined = x.clone(memory_format=torch.contiguous_format)
+        for strided, whole in zip(row_kernel.quantize(x), row_kernel.quantize(joined), strict=True):
             assert torch.equal(strided, whole)
         ones, zeros = torch.ones(len(x)), torch.zeros(x.shape)
         assert torch.equal(row_kernel.finish(zeros, ones, None, None, x, dtype), x)
@@ -211,7 +211,9 @@ def test_row_kernel_exists_if_the_attention_kernel_does(monkeypatch):
 @settings(max_examples=50)
 @given(shapes, st.booleans(), st.integers(0, 1000))
 def test_norms_of_rows_are_those_of_torch_and_each_row_is_that_of_the_row_alone(kernel, shape, mean, seed):
-    x, weight, bias = (numbers(own, seed=seed + at) for at, own in enumerate((shape, shape[1:], shape[1:])))
+    x, weight, bias = (
+        numbers(sizes, seed=seed + at) for at, sizes in enumerate((shape, shape[1:], shape[1:]))
+    )
     norm = NativeNorm(kernel.library, CompiledNorm(weight, bias if mean else None, 1e-5, subtracts_mean=mean))
     found, double = norm(x), x.double()
     if mean:

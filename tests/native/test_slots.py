@@ -53,25 +53,27 @@ class Blocks:
 
 def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None, written=None):
     """Run sequences behind their first `known` tokens. Return their rows."""
-    lengths = [len(ids) - own for ids, own in zip(sequences, known, strict=True)]
-    ids = np.concatenate([ids[own:] for ids, own in zip(sequences, known, strict=True)])
-    positions = np.concatenate([np.arange(own, len(ids)) for ids, own in zip(sequences, known, strict=True)])
+    lengths = [len(ids) - count for ids, count in zip(sequences, known, strict=True)]
+    ids = np.concatenate([ids[count:] for ids, count in zip(sequences, known, strict=True)])
+    positions = np.concatenate(
+        [np.arange(count, len(ids)) for ids, count in zip(sequences, known, strict=True)]
+    )
     trees = np.arange(len(sequences) + 1)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     rows = StackRows(offsets, positions, trees, np.array(known), ids, ids % PLACES)
-    given_blocks = [own.addresses(count) for own, count in zip(blocks, known, strict=True)]
+    given_blocks = [block.addresses(count) for block, count in zip(blocks, known, strict=True)]
     kept = [
         slot
-        for number, (own, count, ids) in enumerate(zip(blocks, known, sequences, strict=True))
-        for slot in (own.slots(count, len(ids)) if number in keep else ())
+        for number, (block, count, ids) in enumerate(zip(blocks, known, sequences, strict=True))
+        for slot in (block.slots(count, len(ids)) if number in keep else ())
     ]
     kept_rows = np.flatnonzero(np.repeat([number in keep for number in range(len(known))], lengths))
     size = blocks[0].size
     slots = KeyValueSlots(
         size,
         size * stack.slot_bytes,
-        np.array([address for own in given_blocks for address in own], dtype=np.uint64),
-        np.concatenate(([0], np.cumsum([len(own) for own in given_blocks]))),
+        np.array([address for of_sequence in given_blocks for address in of_sequence], dtype=np.uint64),
+        np.concatenate(([0], np.cumsum([len(of_sequence) for of_sequence in given_blocks]))),
         np.array(kept, dtype=np.uint64) if keep else None,
         kept_rows if keep else None,
         ready,
@@ -172,29 +174,29 @@ def run_scattered(
 ):
     """Run the tokens at positions `chosen` of each sequence. kept: addresses; None: in the blocks."""
     positions = np.concatenate(chosen)
-    offsets = np.concatenate(([0], np.cumsum([len(own) for own in chosen])))
-    ids = np.concatenate([ids[own] for ids, own in zip(sequences, chosen, strict=True)])
+    offsets = np.concatenate(([0], np.cumsum([len(positions) for positions in chosen])))
+    ids = np.concatenate([ids[positions] for ids, positions in zip(sequences, chosen, strict=True)])
     lengths = np.array([len(ids) for ids in sequences])
     rows = StackRows(offsets, positions, np.arange(len(sequences) + 1), lengths)
     if hidden is None:
         rows = replace(rows, ids=ids, types=ids % PLACES)
-    addresses = [own.addresses(len(ids)) for own, ids in zip(blocks, sequences, strict=True)]
+    addresses = [block.addresses(len(ids)) for block, ids in zip(blocks, sequences, strict=True)]
     if kept is None:
         slots = zip(blocks, sequences, chosen, strict=True)
-        kept = [own.slots(0, len(ids))[at] for own, ids, positions in slots for at in positions]
+        kept = [cache.slots(0, len(ids))[at] for cache, ids, positions in slots for at in positions]
     size = blocks[0].size
     slots = KeyValueSlots(
         size,
         size * stack.slot_bytes,
-        np.array([address for own in addresses for address in own], dtype=np.uint64),
-        np.concatenate(([0], np.cumsum([len(own) for own in addresses]))),
+        np.array([address for of_sequence in addresses for address in of_sequence], dtype=np.uint64),
+        np.concatenate(([0], np.cumsum([len(of_sequence) for of_sequence in addresses]))),
         np.array(kept, dtype=np.uint64),
         np.arange(len(kept)),
         scattered=True,
         only=only,
     )
     found, counts = stack.run(hidden, rows, layers, threads=threads, slots=slots)
-    return list(found.split([len(own) for own in chosen])), counts
+    return list(found.split([len(positions) for positions in chosen])), counts
 
 
 def chosen_of(sequences, share, seed=0):
@@ -223,14 +225,14 @@ def test_scattered_rows_are_those_of_the_whole_sequence(stack, lengths, share, s
     whole, all_rows = filled(stack, sequences, size)
     blocks, _ = filled(stack, sequences, size)
     chosen = chosen_of(sequences, share)
-    for own, positions in zip(blocks, chosen, strict=True):
+    for block, positions in zip(blocks, chosen, strict=True):
         for position in positions.tolist():  # what was there is replaced before anything reads it
-            own.bytes[position // size][:, position % size] = 255
+            block.bytes[position // size][:, position % size] = 255
     found, counts = run_scattered(stack, sequences, blocks, chosen, threads)
     for rows, expected, positions in zip(found, all_rows, chosen, strict=True):
         assert torch.equal(rows, expected[torch.from_numpy(positions)])
-    for own, expected in zip(blocks, whole, strict=True):
-        assert all((one == other).all() for one, other in zip(own.bytes, expected.bytes, strict=True))
+    for block, expected in zip(blocks, whole, strict=True):
+        assert all((one == other).all() for one, other in zip(block.bytes, expected.bytes, strict=True))
     # Of a row's maps, as of a row's products, nothing is computed but its own.
     _, of_all = run(stack, sequences, whole, [0] * len(lengths), 1)
     computed, tokens = sum(map(len, chosen)), sum(lengths)
@@ -252,7 +254,7 @@ def test_scattered_rows_see_what_they_are_given_up_to_their_own_position(stack, 
         for position, row, before in zip(chosen[0].tolist(), found, expected, strict=True):
             if position < changed or (reach is not None and position - changed > reach):
                 assert torch.equal(row, before)
-            elif position == min(own for own in chosen[0] if own > changed) and reach is None:
+            elif position == min(row for row in chosen[0] if row > changed) and reach is None:
                 assert not torch.equal(row, before)
 
 
@@ -290,7 +292,7 @@ def test_rotations_reach_all_given_tokens_also_those_behind_the_last_scattered_r
 def test_only_the_slots_of_a_layer_are_kept_and_everything_else_stays(stack, lengths, threads, layer):
     sequences = [made_ids(length, seed) for seed, length in enumerate(lengths)]
     blocks, _ = filled(stack, sequences, 16)
-    before = [[block.copy() for block in own.bytes] for own in blocks]
+    before = [[block.copy() for block in cache.bytes] for cache in blocks]
     chosen = chosen_of(sequences, 0.5)
     hidden = None
     if layer:
@@ -313,15 +315,15 @@ def test_only_the_slots_of_a_layer_are_kept_and_everything_else_stays(stack, len
     at = layer * 16 * stack.slot_bytes
     own_slots = slots[:-1, at : at + stack.slot_bytes]
     expected = [
-        own[position // 16][layer, position % 16]
-        for own, positions in zip(before, chosen, strict=True)
+        bytes_before[position // 16][layer, position % 16]
+        for bytes_before, positions in zip(before, chosen, strict=True)
         for position in positions.tolist()
     ]
     assert (own_slots == np.array(expected)).all()
     slots[:-1, at : at + stack.slot_bytes] = 7
     assert (slots == 7).all()
-    for own, others in zip(blocks, before, strict=True):
-        assert all((one == other).all() for one, other in zip(own.bytes, others, strict=True))
+    for cache, others in zip(blocks, before, strict=True):
+        assert all((one == other).all() for one, other in zip(cache.bytes, others, strict=True))
     assert counts.map_rows == 0
     if given_hidden is not None:
         assert torch.equal(torch.cat(found), given_hidden)

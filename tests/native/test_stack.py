@@ -22,10 +22,10 @@ from made_stacks import (
     WIDTH,
     Form,
     all_batches,
-    given_records,
     given_to,
     made_ids,
     made_stack,
+    reused_records,
     run,
 )
 
@@ -123,7 +123,7 @@ def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads, hits
     rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
     records = given_to(lengths[:hits])
     states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
-    pooled, _ = stack.vectors(rows, threads, given_records(records))
+    pooled, _ = stack.vectors(rows, threads, reused_records(records))
     assert pooled.finite.all()
     np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
 
@@ -145,7 +145,7 @@ def test_maps_of_a_record_change_their_sequence_alone(kernel, form, lengths):
     assert same == [length == 1 for length in lengths[:hits]] + [True]
 
 
-def test_given_maps_are_those_of_their_head_and_layer(kernel):
+def test_reused_maps_are_those_of_their_head_and_layer(kernel):
     """Maps that move every token to the next position move the contexts of the reused heads alike."""
     reused = (4, 4)
     stack = made_stack(kernel.library, FORMS["norms-last"], reused=reused)
@@ -204,9 +204,9 @@ def expected_counts(form, lengths, hits, reused):
     multiplications = tokens * products_of_a_row(form) * len(reused)
     map_rows = 0
     for count in reused:
-        for rows, own in ((tokens, HEADS - count), (missed, count)):
-            multiplications += rows * (own + key_heads(form, own)) * WIDTH * HIDDEN
-            map_rows += rows * own
+        for rows, heads in ((tokens, HEADS - count), (missed, count)):
+            multiplications += rows * (heads + key_heads(form, heads)) * WIDTH * HIDDEN
+            map_rows += rows * heads
     return multiplications, map_rows
 
 

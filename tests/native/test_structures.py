@@ -14,10 +14,10 @@ from attncache_core import native
 FOLDER = Path(native.__file__).parent
 MODULES = [importlib.import_module(f"{native.__name__}.{path.stem}") for path in sorted(FOLDER.glob("*.py"))]
 STRUCTURES = {
-    own
+    kind
     for module in MODULES
-    for own in vars(module).values()
-    if isinstance(own, type) and issubclass(own, ctypes.Structure)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure)
 }
 # Fields of products._Product that lie in its field `end`. `padding` has no field in C.
 FINISH = ("out", "residual", "out_row", "residual_row", "activation", "multiply")
@@ -31,7 +31,7 @@ def c_field(structure, field):
     if part in ("token", "head"):
         return f"{name}.{part}"
     if structure.__name__ == "_Product":
-        named = {"out_type": "end.type", "padding": None, **{own: f"end.{own}" for own in FINISH}}
+        named = {"out_type": "end.type", "padding": None, **{field: f"end.{field}" for field in FINISH}}
         return named.get(field, field)
     return field.rstrip("_")  # pass_, because Python has a word `pass`
 

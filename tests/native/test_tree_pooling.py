@@ -49,7 +49,7 @@ def test_vectors_and_kept_states_are_those_of_the_rows(stacks, texts, skipped, t
     tree, ids = found.tree, found.ids
     runs = np.repeat(np.arange(len(tree.parents)), np.diff(tree.offsets))
     positions = np.arange(len(ids)) + (tree.starts - tree.offsets[:-1])[runs]
-    lengths = np.array([len(own) + count for own, count in texts])
+    lengths = np.array([len(ids) + count for ids, count in texts])
     of_roots = tree.starts[tree.trees[:-1]].tolist()  # tokens in front of each tree
     # A block holds all that is given to a tree.
     size = max(1, *counts)
@@ -71,12 +71,12 @@ def test_vectors_and_kept_states_are_those_of_the_rows(stacks, texts, skipped, t
         lengths,
         np.array(addresses, np.uint64),
         rows,
-        np.array([own.ctypes.data for own in kept], np.uint64),
+        np.array([state.ctypes.data for state in kept], np.uint64),
     )
-    own = StackRows(tree.offsets, positions, tree.trees, tree.starts, ids, ids % PLACES)
-    hidden, _ = stack.run(None, own, ALL_LAYERS, threads=threads, slots=slots)
+    stack_rows = StackRows(tree.offsets, positions, tree.trees, tree.starts, ids, ids % PLACES)
+    hidden, _ = stack.run(None, stack_rows, ALL_LAYERS, threads=threads, slots=slots)
     skips = np.full(len(texts), skipped)
-    result, _ = stack.vectors(replace(own, skipped=skips, pooling=pooling), threads, slots=slots)
+    result, _ = stack.vectors(replace(stack_rows, skipped=skips, pooling=pooling), threads, slots=slots)
 
     assert result.finite.all()
     before = np.array([fronts[count] for count in of_roots])
@@ -92,7 +92,7 @@ def test_sequences_without_rows_are_pooled_from_their_states(stacks):
     states = np.random.default_rng(0).normal(size=(3, 5, HIDDEN)).astype(np.float32)
     lengths, skips = np.array([4, 5, 6]), np.array([0, 1, 9])
     states[1, 0, 0] = np.nan
-    nothing, addresses = np.zeros(1, np.int64), np.array([own.ctypes.data for own in states], np.uint64)
+    nothing, addresses = np.zeros(1, np.int64), np.array([state.ctypes.data for state in states], np.uint64)
     none = nothing[1:]
     pooling = TreePooling(none, np.full(3, -1), lengths, addresses, none, none)
     rows = StackRows(nothing, none, nothing, none, none, skipped=skips, pooling=pooling)

@@ -27,7 +27,7 @@ from core_reference import SIXTEEN_BITS
 from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
-from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
 from attncache_core.reuse.storage import mapping
@@ -465,7 +465,7 @@ def test_another_batch_that_notices_the_change_first_does_not_hide_it(
     if place == "before the search":
         monkeypatch.setattr(forward, "first_input", once(forward.first_input))
     else:
-        monkeypatch.setattr(forward, "given_by", once(forward.given_by))
+        monkeypatch.setattr(forward, "reused_by", once(forward.reused_by))
     result = prefill(engine, recorded)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
     hits = [len(ids) for ids, outcome in zip(recorded, result.outcomes, strict=True) if outcome.is_hit]

@@ -61,7 +61,7 @@ def test_statistics_equal_plain_counts(sequences):
     ids, lengths = packed(sequences)
     found = sequence_statistics(WEIGHTS[ids], ids, lengths)
     # The tolerance covers float32 and a standard deviation computed from squares.
-    np.testing.assert_allclose(found, [plain_statistics(own) for own in sequences], atol=2e-3)
+    np.testing.assert_allclose(found, [plain_statistics(sequence) for sequence in sequences], atol=2e-3)
 
 
 @given(sequences_of_ids)
@@ -78,7 +78,7 @@ def test_strangeness_is_the_same_with_and_without_compiled_code(sequences):
     coefficients = np.linspace(-0.3, 0.4, 8, dtype=np.float32)
     familiarity = Familiarity(WEIGHTS, coefficients, np.array([-4.0], np.float32))
     ids, lengths = packed(sequences)
-    statistics = [plain_statistics(own) for own in sequences]
+    statistics = [plain_statistics(sequence) for sequence in sequences]
     # The tolerance is that of the statistics.
     expected = np.exp(statistics @ coefficients.astype(np.float64) - 4)
     np.testing.assert_allclose(familiarity.strangeness(ids, lengths), expected, rtol=1e-3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
-from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
@@ -85,9 +85,9 @@ def assert_plain_products(found, groups, layer, value):
         maps = random_maps(segment.length, layout.dtype, layout.form)[layer].double()
         for record in records:
             tokens = slice(first, first + segment.length)
-            own, v = maps[record, : value.shape[1]], value[tokens].double()
-            exact = torch.einsum("hpq,qhd->phd", own, v)
-            sizes = torch.einsum("hpq,qhd->phd", own, v.abs())
+            weights, v = maps[record, : value.shape[1]], value[tokens].double()
+            exact = torch.einsum("hpq,qhd->phd", weights, v)
+            sizes = torch.einsum("hpq,qhd->phd", weights, v.abs())
             # The result is rounded to the dtype of V, and maps may be converted to it.
             allowed = FLOAT32 * sizes
             if value.dtype is torch.bfloat16:

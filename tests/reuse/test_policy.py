@@ -201,8 +201,8 @@ def test_tightening_halves_the_distance_of_the_threshold_from_1():
     for threshold in (0.95, 0.975, 0.9875, 0.99375, 0.996875):
         policy = policy.tightened(0)
         assert policy.groups[0].kinds[STORED].threshold == pytest.approx(threshold)
-        own = {STORED: np.ones(1, np.float32), PROTOTYPE: np.zeros(1, np.float32)}
-        assert policy.groups[0].choose(own)[1].tolist() == [True]
+        similarities = {STORED: np.ones(1, np.float32), PROTOTYPE: np.zeros(1, np.float32)}
+        assert policy.groups[0].choose(similarities)[1].tolist() == [True]
         assert not policy.groups[0].is_off
     assert policy.tightened(0).groups[0].is_off
 

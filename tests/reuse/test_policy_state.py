@@ -92,12 +92,12 @@ def test_merging_takes_the_larger_steps_and_drops_hits_of_looser_policies(first,
     assert merged.steps.limit == max(first.limit, second.limit)
     windows = dict(merged.windows)
     for window in windows_of(merged.steps):
-        own = merged.steps.groups[window.place], merged.steps.limit
+        now = merged.steps.groups[window.place], merged.steps.limit
         expected = []
         for side, fidelity in ((first, 0.1), (second, 0.2)):
             # The limit of strangeness does not affect usual texts.
-            as_tight = side.groups[window.place] == own[0]
-            if as_tight and (window.band is Band.USUAL or side.limit == own[1]):
+            as_tight = side.groups[window.place] == now[0]
+            if as_tight and (window.band is Band.USUAL or side.limit == now[1]):
                 expected += [fidelity] * 3
         assert list(windows.pop(window, ())) == expected
     assert not windows
@@ -326,8 +326,8 @@ def is_never_looser(served: ServedPolicy) -> bool:
         return all(each.is_off for each in served.policy.groups)
     return all(
         of_kind.threshold >= calibrated.kinds[kind].threshold
-        for own, calibrated in zip(served.policy.groups, POLICY.groups, strict=True)
-        for kind, of_kind in own.kinds.items()
+        for group, calibrated in zip(served.policy.groups, POLICY.groups, strict=True)
+        for kind, of_kind in group.kinds.items()
     )
 
 
@@ -351,8 +351,8 @@ def test_invalid_file_switches_reuse_off(tmp_path, content):
 @same_folder
 @given(steps=st.one_of(anything, st.lists(st.integers(), max_size=5)), windows=anything)
 def test_damaged_steps_never_loosen_the_policy_and_never_raise(tmp_path, steps, windows):
-    for own in ({"groups": steps, "limit": 0}, {"groups": [1, 1, 1], "limit": steps}, steps):
-        policies = {POLICY.digest: {"steps": own, "windows": windows}}
+    for counted in ({"groups": steps, "limit": 0}, {"groups": [1, 1, 1], "limit": steps}, steps):
+        policies = {POLICY.digest: {"steps": counted, "windows": windows}}
         is_refused(tmp_path, json.dumps({"format_version": 1, "policies": policies}).encode())
 
 

@@ -66,10 +66,10 @@ def test_nearest_record_does_not_depend_on_the_batch(index, lengths):
 @given(indexes())
 def test_a_synthetic_record_finds_itself_at_distance_zero(index):
     for kind in SYNTHETIC:
-        own = index.kinds == kind
-        records, distances = index.nearest(kind, index.lengths[own], index.features[own])
-        assert records.tolist() == index.records[own].tolist()
-        assert distances.tolist() == [0.0] * own.sum()
+        of_kind = index.kinds == kind
+        records, distances = index.nearest(kind, index.lengths[of_kind], index.features[of_kind])
+        assert records.tolist() == index.records[of_kind].tolist()
+        assert distances.tolist() == [0.0] * of_kind.sum()
 
 
 @given(indexes())
@@ -80,11 +80,11 @@ def test_every_length_with_synthetic_records_has_one_mean(index):
 
 @given(indexes(), st.integers(0, 10))
 def test_records_of_a_length_are_all_records_of_this_length(index, length):
-    own = index.lengths == length
+    of_length = index.lengths == length
     for found, every in zip(
         index.of_length(length), (index.features, index.kinds, index.records), strict=True
     ):
-        np.testing.assert_array_equal(found, every[own])
+        np.testing.assert_array_equal(found, every[of_length])
 
 
 @given(indexes())

@@ -118,11 +118,11 @@ def test_segment_of_another_database_is_refused_even_with_equal_model_corpus_and
 
 
 def test_segment_of_another_database_is_refused_even_if_all_digests_fit(folder, twins):
-    own = segment(folder).read_bytes()
+    content = segment(folder).read_bytes()
     shutil.copyfile(segment(twins[1]), segment(folder))
-    change_table(segment(folder), own[TABLE])
+    change_table(segment(folder), content[TABLE])
     adopt(folder, segment(folder))
-    assert segment(folder).read_bytes()[HEADER.size :] == own[HEADER.size :]
+    assert segment(folder).read_bytes()[HEADER.size :] == content[HEADER.size :]
     assert "00007.maps belongs to another database" in refusal(folder)
 
 

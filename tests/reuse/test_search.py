@@ -104,7 +104,7 @@ def test_length_whose_segment_is_lost_behind_the_plan_is_still_found(tiny_engine
     with torch.inference_mode():
         hidden = tiny_engine.model.embed(batch)
         expected = search.nearest(batch, hidden, batch.groups(), before)
-        search.store.segments = {length: own for length, own in before.items() if length != longest}
+        search.store.segments = {length: segment for length, segment in before.items() if length != longest}
         # As after a step of tightening, which makes another search of the same records.
         found = replace(search).nearest(batch, hidden, batch.groups(), before)
     np.testing.assert_array_equal(found.records, expected.records)

@@ -213,10 +213,10 @@ def test_window_has_the_steps_that_affect_its_hits(steps, length):
     for index in steps:
         policy = policy.tightened(index)
     group = 0 if length == 5 else 1
-    own, limit = steps.count(group), steps.count(None)
+    of_group, limit = steps.count(group), steps.count(None)
     usual, unusual = (window_of(policy, length, strangeness) for strangeness in (0.01, 0.03))
-    assert usual == Window(group, Band.USUAL, own)
-    assert unusual == Window(group, Band.UNUSUAL, own, limit)
+    assert usual == Window(group, Band.USUAL, of_group)
+    assert unusual == Window(group, Band.UNUSUAL, of_group, limit)
     windows = windows_of(policy.steps)
     assert len(windows) == len(set(windows)) == 4
     assert {usual, unusual} < set(windows)

@@ -90,7 +90,7 @@ class FakeTokenizer:
 
     def pieces(self, texts, *, special=True):  # noqa: ARG002
         return [
-            [Piece(ord(own), own, False, place, place + 1) for place, own in enumerate(text)]
+            [Piece(ord(letter), letter, False, place, place + 1) for place, letter in enumerate(text)]
             for text in texts
         ]
 
@@ -219,7 +219,7 @@ class FakeEngine:
             attention_seconds=0.0,
             corrupt_records=texts.count(CORRUPT),
             strangeness=np.array([self.strangeness(text) for text in texts], np.float32),
-            token_states=[np.stack([embedding_of([own]) for own in request.ids]) for request in requests],
+            token_states=[np.stack([embedding_of([token]) for token in request.ids]) for request in requests],
         )
 
     def embeddings(self, outputs, *, normalize=None, dimensions=None):

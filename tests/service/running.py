@@ -17,16 +17,16 @@ from service.workers.server import Server
 
 
 @contextmanager
-def running(folder, adapted=lambda own: own, key_values=None, **settings):
+def running(folder, adapted=lambda app: app, key_values=None, **settings):
     """Serve the model of a folder, in float32, and yield the server's URL once it is ready."""
-    own = Settings(**{"model": str(folder), "port": 0, **settings})
+    served = Settings(**{"model": str(folder), "port": 0, **settings})
 
     def load_engines():
         checkpoint = adapted(read_checkpoint(folder))
         yield PrefillEngine.load(checkpoint, dtype="float32", key_values=key_values)
 
-    listeners = open_listeners(own)
-    server = Server(create_app(own, load_engines), own, listeners)
+    listeners = open_listeners(served)
+    server = Server(create_app(served, load_engines), served, listeners)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

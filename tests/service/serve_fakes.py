@@ -39,7 +39,7 @@ class SlowEngine(FakeEngine):
         return super().run(requests)
 
 
-def serve(manner, given):
+def serve(manner, options):
     def load_engines(*_):
         match manner:
             case "never-loads":
@@ -54,7 +54,7 @@ def serve(manner, given):
         atexit.register(time.sleep, HANG_SECONDS)
     signal.signal(signal.SIGUSR1, hang_loop)
     signal.signal(signal.SIGUSR2, hang_interpreter)
-    settings = Settings(**({} if "unix_socket" in given else {"port": 0}) | given)
+    settings = Settings(**({} if "unix_socket" in options else {"port": 0}) | options)
     configure_logging("info")
     failure = serve_with_workers(settings, load_engines, open_listeners(settings))
     print(failure, file=sys.stderr)

@@ -73,7 +73,7 @@ async def asked(client, path, body, **how):
 
 def joined(engine, body):
     """The token ids of a prompt, each part tokenised by itself."""
-    turns = engine.tokenizer.turns([part for own in body["segments"] for part in (own, "\n")])
+    turns = engine.tokenizer.turns([part for segment in body["segments"] for part in (segment, "\n")])
     (query,) = engine.tokenizer.turns([body["query"]])
     return [0, *(token for turn in turns for token in turn), *query]
 
@@ -83,7 +83,10 @@ def chunks_of(response):
     for chunk in response.headers["X-AttnCache-Segments"].split(", "):
         tokens, *named = chunk.split(";")
         found.append(
-            {"tokens": int(tokens), **{name: int(value) for name, value in (own.split("=") for own in named)}}
+            {
+                "tokens": int(tokens),
+                **{name: int(value) for name, value in (part.split("=") for part in named)},
+            }
         )
     return found
 
@@ -120,17 +123,21 @@ async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder):
         values = samples((await client.get("/metrics")).text)
     assert first.json() == again.json()
     assert first.json() != turned.json()
-    assert [own["cached"] for own in chunks_of(first)] == [0, 0, 0]
+    assert [chunk["cached"] for chunk in chunks_of(first)] == [0, 0, 0]
     for response in (again, turned):
         chunks = chunks_of(response)
-        assert [own["cached"] for own in chunks] == [own["tokens"] for own in chunks]
+        assert [chunk["cached"] for chunk in chunks] == [chunk["tokens"] for chunk in chunks]
         assert chunks[0]["recomputed"] == 0
-        assert 0 < sum(own["recomputed"] for own in chunks[1:]) < sum(own["tokens"] for own in chunks[1:])
-        cached = sum(own["cached"] - own["recomputed"] for own in chunks)
+        assert (
+            0
+            < sum(chunk["recomputed"] for chunk in chunks[1:])
+            < sum(chunk["tokens"] for chunk in chunks[1:])
+        )
+        cached = sum(chunk["cached"] - chunk["recomputed"] for chunk in chunks)
         assert response.headers["X-AttnCache-Cached-Tokens"].startswith(f"{cached}/")
-    assert [own["cached"] for own in chunks_of(other_salt)] == [0, 0, 0]
-    computed = sum(own["tokens"] for own in chunks_of(first)) + sum(
-        own["tokens"] for own in chunks_of(other_salt)
+    assert [chunk["cached"] for chunk in chunks_of(other_salt)] == [0, 0, 0]
+    computed = sum(chunk["tokens"] for chunk in chunks_of(first)) + sum(
+        chunk["tokens"] for chunk in chunks_of(other_salt)
     )
     assert values["attncache_segment_tokens_total", "computed"] == computed
     assert values["attncache_segment_tokens_total", "recomputed"] > 0
@@ -169,16 +176,18 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     first, *others = sequence.stored_as
     turns = engine.tokenizer.turns(SEGMENTS)
     assert np.frombuffer(first.tokens, "<i4").tolist() == [0, *turns[0]]
-    assert [np.frombuffer(own.tokens, "<i4").tolist() for own in others] == [[0, *ids] for ids in turns[1:]]
+    assert [np.frombuffer(other.tokens, "<i4").tolist() for other in others] == [
+        [0, *ids] for ids in turns[1:]
+    ]
     assert sequence.tokens < sequence.prefill.tokens
 
 
 async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder):
     async with serving(blending(folder, 0.0, **LABELS)) as client:
-        own = await asked(client, "/classify", BODY)
+        blended = await asked(client, "/classify", BODY)
         others = await asked(client, "/classify", {**BODY, "labels": ["lost", "here"]})
-    assert own.headers["X-AttnCache-Approximate"] == "blended"
-    assert {score["label"] for score in own.json()[0]} == {"card", "bank"}
+    assert blended.headers["X-AttnCache-Approximate"] == "blended"
+    assert {score["label"] for score in blended.json()[0]} == {"card", "bank"}
     assert "X-AttnCache-Approximate" not in others.headers
 
 
@@ -246,7 +255,7 @@ async def test_divided_texts_keep_their_tokens_template_and_truncation(folder):
             answers.append([await asked(client, "/classify", {"inputs": text}) for text in texts])
     for exact, divided in zip(*answers, strict=True):
         assert divided.headers["X-AttnCache-Approximate"] == "blended"
-        scores = [[own["score"] for own in response.json()[0]] for response in (exact, divided)]
+        scores = [[entry["score"] for entry in response.json()[0]] for response in (exact, divided)]
         np.testing.assert_allclose(*scores, atol=1e-5)
 
 
@@ -266,13 +275,17 @@ async def test_documents_are_ranked_in_one_prompt(tmp_path):
         exact = await asked(client, "/rerank", body)
     results, usage = found.json()["results"], again.json()["usage"]
     assert found.headers["X-AttnCache-Approximate"] == "blended"
-    assert [own["document"]["text"] for own in results] == [SEGMENTS[own["index"]] for own in results]
-    scores = [own["relevance_score"] for own in results]
+    assert [result["document"]["text"] for result in results] == [
+        SEGMENTS[result["index"]] for result in results
+    ]
+    scores = [result["relevance_score"] for result in results]
     assert scores == sorted(scores, reverse=True)
-    np.testing.assert_allclose(scores, [own["relevance_score"] for own in exact.json()["results"]], atol=1e-4)
+    np.testing.assert_allclose(
+        scores, [result["relevance_score"] for result in exact.json()["results"]], atol=1e-4
+    )
     chunks = usage["prompt_tokens_details"]["segments"]
     # The first document belongs to the beginning of the prompt, with its letter.
-    assert [own["cached"] for own in chunks] == [0, chunks[1]["tokens"], 0]
+    assert [chunk["cached"] for chunk in chunks] == [0, chunks[1]["tokens"], 0]
     assert refused.status_code == 400
     assert "at most 26" in refused.json()["error"]
     # The gate was measured with prompts of listwise reranking only.
@@ -286,9 +299,9 @@ async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(fol
         response = await asked(client, "/embed", {**BODY, "segments": SEGMENTS[::-1]})
         both = await client.post("/cache/warm", json={"segments": SEGMENTS, "texts": "a"})
         long = await client.post("/cache/warm", json={"segments": ["a" * 3000]})
-    assert warmed["stored_tokens"] == warmed["tokens"] == sum(own["cached_tokens"] for own in found)
+    assert warmed["stored_tokens"] == warmed["tokens"] == sum(answer["cached_tokens"] for answer in found)
     chunks = chunks_of(response)
-    assert [own["cached"] for own in chunks] == [own["tokens"] for own in chunks]
+    assert [chunk["cached"] for chunk in chunks] == [chunk["tokens"] for chunk in chunks]
     assert both.status_code == 400
     assert long.status_code == 422
 
@@ -301,8 +314,8 @@ async def test_segments_are_computed_again_after_they_were_dropped_though_their_
                 answers.append((await asked(client, "/cache/warm", {"segments": SEGMENTS})).json())
             await client.delete("/cache")
     tokens = answers[0]["tokens"]
-    assert [own["stored_tokens"] for own in answers] == [tokens] * 4
-    assert [own["cached_tokens"] for own in answers] == [0, tokens, 0, tokens]
+    assert [answer["stored_tokens"] for answer in answers] == [tokens] * 4
+    assert [answer["cached_tokens"] for answer in answers] == [0, tokens, 0, tokens]
 
 
 async def test_operators_see_which_tokens_deviate(folder):

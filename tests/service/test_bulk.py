@@ -165,8 +165,8 @@ def test_classes_are_in_the_order_of_the_input(tiny_classifier_checkpoint, tmp_p
 
 def test_labels_are_compared_by_embedding(tiny_checkpoint, tmp_path, source, texts):
     output = tmp_path / "out.jsonl"
-    given = ("--labels", "card, bank", "--input", source, "--output", output)
-    succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
+    options = ("--labels", "card, bank", "--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(tiny_checkpoint), *options))
     engine = PrefillEngine.load(tiny_checkpoint.adapted(labels=["card", "bank"]), dtype="float32")
     scores = class_scores(engine.decisions.class_logits(engine.embed(texts)))
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -182,8 +182,8 @@ def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, exp
     )
     folder, output = tmp_path / "texts-classifier", tmp_path / "out.jsonl"
     fitted.save(folder)
-    given = ("--classifier", folder, "--input", source, "--output", output)
-    succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
+    options = ("--classifier", folder, "--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(tiny_checkpoint), *options))
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     scores = class_scores(LinearClassifier.load(folder).logits(expected))
     np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
@@ -193,8 +193,8 @@ def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, exp
 def test_labels_are_scored_by_their_tokens(tmp_path, source, texts, labels):
     checkpoint, output = read_checkpoint(write_llama(tmp_path / "texts-llama")), tmp_path / "out.jsonl"
     options = ("--task", "label-logits", "--labels", labels, "--batch-tokens", 64)
-    given = ("--input", source, "--output", output)
-    succeeded(run("classify", *model_arguments(checkpoint), *options, *given))
+    files = ("--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(checkpoint), *options, *files))
     names = labels.split(",")
     engine = PrefillEngine.load(checkpoint.adapted(label_logits=True, labels=names), dtype="float32")
     tokens = engine.decisions.labels_in()
@@ -395,12 +395,12 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     stop_after(2, monkeypatch, KeyboardInterrupt())
     assert run(*arguments).exit_code == 130
     other = read_checkpoint(write_sentence_transformer(tmp_path / "texts-other", seed=1))
-    for given, words in (
+    for options, words in (
         (embed_arguments(other, source, output), "was begun with model fingerprint"),
         ((*arguments, "--batch-tokens", 99), "was begun with --batch-tokens 1024, not 99"),
         ((*arguments, "--dimensions", 8), "was begun with --dimensions None, not 8"),
     ):
-        one_line(run(*given), words, "remove this file to begin again")
+        one_line(run(*options), words, "remove this file to begin again")
     good = source.read_bytes()
     for changed in (["card", *texts[1:]], texts[:9]):
         source.write_text("\n".join(changed), encoding="utf-8")
@@ -444,30 +444,30 @@ def test_damaged_and_foreign_files_are_refused(tiny_checkpoint, tmp_path, source
     ],
 )
 def test_output_that_cannot_be_written_is_refused(tiny_checkpoint, tmp_path, source, command, output, words):
-    given = ("--input", source, "--output", tmp_path / output)
-    one_line(run(command, *model_arguments(tiny_checkpoint), *given), *words)
+    options = ("--input", source, "--output", tmp_path / output)
+    one_line(run(command, *model_arguments(tiny_checkpoint), *options), *words)
 
 
 def test_model_without_the_task_is_refused(tiny_checkpoint, tiny_classifier_checkpoint, tmp_path, source):
     arguments = embed_arguments(tiny_classifier_checkpoint, source, tmp_path / "out.npy")
     one_line(run(*arguments), "the model is a classifier and gives no embeddings")
-    given = ("--input", source, "--output", tmp_path / "out.jsonl")
-    one_line(run("classify", *model_arguments(tiny_checkpoint), *given), "give --labels or --classifier")
+    options = ("--input", source, "--output", tmp_path / "out.jsonl")
+    one_line(run("classify", *model_arguments(tiny_checkpoint), *options), "give --labels or --classifier")
 
 
 def test_labels_that_no_table_can_hold_are_refused(tmp_path, source):
     checkpoint = read_checkpoint(write_model(tmp_path / "texts-model", labels=["a\tb", "c"]))
-    given = ("--input", source, "--output", tmp_path / "out.tsv")
-    one_line(run("classify", *model_arguments(checkpoint), *given), "a label holds a tab", ".jsonl")
+    options = ("--input", source, "--output", tmp_path / "out.tsv")
+    one_line(run("classify", *model_arguments(checkpoint), *options), "a label holds a tab", ".jsonl")
 
 
 def test_missing_pyarrow_is_named(tiny_checkpoint, tmp_path, source, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for given in (
+    for options in (
         embed_arguments(tiny_checkpoint, source, tmp_path / "out.parquet"),
         embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy", "--format", "parquet"),
     ):
-        one_line(run(*given), "Parquet files need pyarrow: pip install 'attncache[parquet]'")
+        one_line(run(*options), "Parquet files need pyarrow: pip install 'attncache[parquet]'")
 
 
 # Memory and work.
@@ -549,9 +549,9 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_en
         return run(runner, requests)
 
     monkeypatch.setattr(Runner, "run", noting)
-    given = [*texts, "card " * 100]
+    inputs = [*texts, "card " * 100]
     with Computing(tiny_engine, embedding(tiny_engine, None, None), 64) as computing:
-        list(computing.computed([chunks.Chunk(given, list(range(len(given))), chunks.NOTHING, 1.0)]))
+        list(computing.computed([chunks.Chunk(inputs, list(range(len(inputs))), chunks.NOTHING, 1.0)]))
     batches.sort(key=max, reverse=True)
     assert batches[0] == [102]
     assert all(sum(lengths) <= 64 for lengths in batches[1:])

@@ -378,7 +378,7 @@ async def test_metrics_follow_a_scripted_trace(folder):
         before = samples((await client.get("/metrics")).text)
         # Computes the shared prefix once, then gives all of it, then computes all of it.
         await client.post("/embed", json={"inputs": [TEXT, OTHER]})
-        given = cached(await client.post("/embed", json={"inputs": [TEXT, OTHER]}))
+        shown = cached(await client.post("/embed", json={"inputs": [TEXT, OTHER]}))
         await client.post("/embed", json={"inputs": TEXT}, headers={"X-AttnCache-Reuse": "off"})
         after = samples((await client.get("/metrics")).text)
         stats = await succeeded(client.get("/cache/stats"))
@@ -388,7 +388,7 @@ async def test_metrics_follow_a_scripted_trace(folder):
         name: before[name] for name in NEW_METRICS if name[0] != "attncache_kv_max_bytes"
     } == dict.fromkeys([name for name in NEW_METRICS if name[0] != "attncache_kv_max_bytes"], 0.0)
     tokens = len(first) + len(second)
-    assert given == (tokens, tokens)
+    assert shown == (tokens, tokens)
     asked, reused, computed = (after["attncache_tokens_total", s] for s in ("asked", "cached", "computed"))
     assert asked == 2 * tokens + len(first)
     assert reused == tokens

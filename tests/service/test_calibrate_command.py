@@ -60,8 +60,8 @@ def calibrate(checkpoint, database, *arguments):
 def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
     tiny_checkpoint, calibratable, database, files
 ):
-    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
-    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
+    text = succeeded(calibrate(tiny_checkpoint, database, *options))
     before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
     assert after.policy != before.policy
     assert after.policy.budget == Budget(Measure.COSINE, 0.8)
@@ -76,8 +76,8 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
 
 def test_only_recorded_texts_hit_if_too_few_texts_prove_the_floor(tiny_checkpoint, database, files):
     # 90 hits say nothing about the 1st percentile with 95 % confidence; 299 hits would.
-    given = ("--texts", files / "texts.txt", "--min-cosine", "0.1", "--min-text-cosine", "0.01")
-    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--min-cosine", "0.1", "--min-text-cosine", "0.01")
+    text = succeeded(calibrate(tiny_checkpoint, database, *options))
     manifest = AttentionDatabase.open(database).manifest
     assert manifest.policy.budget == Budget(Measure.COSINE, 0.1, 0.01)
     assert manifest.quality["hit_rate"] == 0
@@ -114,10 +114,10 @@ def test_calibrated_database_is_sound_and_serves(
 
 
 def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, database, files):
-    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8")
-    succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8")
+    succeeded(calibrate(tiny_checkpoint, database, *options))
     first = (database / "manifest.json").read_bytes()
-    succeeded(calibrate(tiny_checkpoint, database, *given))
+    succeeded(calibrate(tiny_checkpoint, database, *options))
     assert (database / "manifest.json").read_bytes() == first
 
 
@@ -135,14 +135,14 @@ def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, fil
 @pytest.mark.parametrize("option", ["--exclude", "--without"])
 def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint, database, files, option):
     """Exclude ten texts. Five texts are in capitals, which have the same tokens as small letters."""
-    given = ("--texts", files / "texts.txt", option, f"{files / 'some.csv'}:query,answer")
-    succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", option, f"{files / 'some.csv'}:query,answer")
+    succeeded(calibrate(tiny_checkpoint, database, *options))
     assert AttentionDatabase.open(database).manifest.quality["measured"] == 80
 
 
 def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, database, files, unseen):
-    given = ("--texts", files / "texts.txt", "--labels", "my card, the bank,help", "--min-agreement", "0.3")
-    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--labels", "my card, the bank,help", "--min-agreement", "0.3")
+    text = succeeded(calibrate(tiny_checkpoint, database, *options))
     manifest = AttentionDatabase.open(database).manifest
     assert manifest.policy.budget == Budget(Measure.AGREEMENT, 0.3)
     assert manifest.quality["lower_bound"] >= 0.3
@@ -172,8 +172,8 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     tiny_checkpoint, tiny_engine, tiny_corpus, database, files, tmp_path
 ):
     classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
-    given = ("--texts", files / "texts.txt", "--classifier", classifier, "--min-agreement", "0.5")
-    succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--classifier", classifier, "--min-agreement", "0.5")
+    succeeded(calibrate(tiny_checkpoint, database, *options))
     assert AttentionDatabase.open(database).manifest.policy.budget == Budget(Measure.AGREEMENT, 0.5)
     kept = AttentionDatabase.open(database).decisions
     np.testing.assert_array_equal(kept.weight, LinearClassifier.load(classifier).weight)
@@ -192,8 +192,8 @@ def test_classifier_and_labels_together_are_refused(
     tiny_checkpoint, tiny_engine, tiny_corpus, calibratable, database, files, tmp_path
 ):
     classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
-    given = ("--texts", files / "texts.txt", "--classifier", classifier, "--labels", f"{PRIVATE},b")
-    result = calibrate(tiny_checkpoint, database, *given)
+    options = ("--texts", files / "texts.txt", "--classifier", classifier, "--labels", f"{PRIVATE},b")
+    result = calibrate(tiny_checkpoint, database, *options)
     assert_refused(result, database, calibratable, "classifier or labels, not both")
 
 
@@ -206,16 +206,16 @@ def test_fewer_than_two_different_labels_are_refused(tiny_checkpoint, calibratab
 def test_labels_of_a_model_with_classes_are_refused(
     tiny_classifier_checkpoint, calibratable, database, files
 ):
-    given = ("--texts", files / "texts.txt", "--labels", "a,b")
-    result = calibrate(tiny_classifier_checkpoint, database, *given)
+    options = ("--texts", files / "texts.txt", "--labels", "a,b")
+    result = calibrate(tiny_classifier_checkpoint, database, *options)
     assert_refused(result, database, calibratable, "is a classifier and has labels of its own")
 
 
 def test_classifier_of_another_model_is_refused(tiny_checkpoint, calibratable, database, files, tmp_path):
     embeddings = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
     fit_classifier(embeddings, ["a", "b"] * 2, fingerprint="f", model="m").save(tmp_path / "classifier")
-    given = ("--texts", files / "texts.txt", "--classifier", tmp_path / "classifier")
-    result = calibrate(tiny_checkpoint, database, *given)
+    options = ("--texts", files / "texts.txt", "--classifier", tmp_path / "classifier")
+    result = calibrate(tiny_checkpoint, database, *options)
     assert_refused(result, database, calibratable, "fitted for m", "fit a classifier")
 
 
@@ -249,8 +249,8 @@ def test_bad_option_is_one_line(
 def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):
     """Texts with the same first tokens are one text if texts are cut to five tokens."""
     texts = (files / "texts.txt").read_text(encoding="utf-8").splitlines()
-    given = ("--texts", files / "texts.txt", "--max-tokens", "5", "--min-cosine", "0.5")
-    succeeded(calibrate(tiny_checkpoint, database, *given))
+    options = ("--texts", files / "texts.txt", "--max-tokens", "5", "--min-cosine", "0.5")
+    succeeded(calibrate(tiny_checkpoint, database, *options))
     quality = json.loads((database / "manifest.json").read_text(encoding="utf-8"))["quality"]
     first_words = {" ".join(text.split()[:3]) for text in texts}
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=5)

@@ -37,7 +37,7 @@ def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     shown = succeeded(calibrate(folder, "--segments", prompts, "--output", output, *budget))
     gate = read_gate(output)
     assert gate.prompts == 20
-    assert [own.ratio for own in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
+    assert [measured.ratio for measured in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
     assert "under load" in shown
     assert str(output) in shown
     how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}

@@ -319,7 +319,7 @@ def test_mistake_is_one_line(
     known = {"tiny": tiny_checkpoint, "classifier": tiny_classifier_checkpoint}
     named = {None: (), "absent": ("--model", "absent")}
     options = model_arguments(known[model]) if model in known else named[model]
-    result = run(*(own.format(built=built[0], files=files) for own in command.split()), *options)
+    result = run(*(word.format(built=built[0], files=files) for word in command.split()), *options)
     assert result.exit_code == 2
     line = without_progress(result.stderr)[-1]
     assert line.startswith("attncache: ")

@@ -198,9 +198,9 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(f
                     await asyncio.sleep(0.01)
                     metrics = samples((await client.get("/metrics")).text)
         assert_refused(damaged, "inputs[0]")
-        for answer, own in ((first, unseen[:3]), (last, unseen[5:8])):
+        for answer, sent in ((first, unseen[:3]), (last, unseen[5:8])):
             assert answer.headers["X-AttnCache-Hits"] == "3/3"
-            expected = engine.embed(own)
+            expected = engine.embed(sent)
             np.testing.assert_allclose(answer.json(), expected, atol=1e-5)
         assert (metrics[VERIFIED,], metrics[FAILURES,]) == (8, 0)
 

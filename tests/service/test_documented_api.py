@@ -47,7 +47,9 @@ def entailing(request):
     return PrefillEngine.load(read_checkpoint(write_deberta_v3(folder, **NLI)), dtype="float32")
 
 
-@pytest.fixture(scope="module", params=[embedder, decoder, entailing], ids=lambda own: own.__name__)
+@pytest.fixture(
+    scope="module", params=[embedder, decoder, entailing], ids=lambda checkpoint: checkpoint.__name__
+)
 def url(request):
     make = request.param
     with served(make(request), **SETTINGS) as server:
@@ -57,8 +59,8 @@ def url(request):
 
 @pytest.fixture(scope="module")
 def session():
-    with requests.Session() as own:
-        yield own
+    with requests.Session() as session:
+        yield session
 
 
 def documented():

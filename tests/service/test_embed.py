@@ -21,10 +21,10 @@ async def test_each_text_gets_its_own_embedding_of_unit_length():
     async with serving() as client:
         response = await client.post("/embed", json={"inputs": texts})
         one = await client.post("/embed", json={"inputs": "hello"})
-        own = await client.post("/embed", json={"inputs": "aab", "normalize": False})
+        exact = await client.post("/embed", json={"inputs": "aab", "normalize": False})
     np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
     np.testing.assert_allclose(one.json(), expected(["hello"]), rtol=1e-6)
-    assert own.json() == [embedding_of(list(map(ord, "aab"))).tolist()]
+    assert exact.json() == [embedding_of(list(map(ord, "aab"))).tolist()]
 
 
 @pytest.mark.parametrize("server", [True, False])

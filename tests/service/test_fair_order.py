@@ -221,18 +221,18 @@ def test_whether_too_much_is_ahead_is_the_same_as_if_it_were_counted_anew(steps)
             continue
         elif step == "withdraw":
             item = list(waiting)[amount % len(waiting)]
-        for own in (order, counting):
+        for tested in (order, counting):
             if step == "add":
-                own.add(item, flow)
-                own.count(flow, amount)
+                tested.add(item, flow)
+                tested.count(flow, amount)
                 continue
             if step == "serve":
-                head = own.head()
+                head = tested.head()
                 assert head is not None
                 item = head
-                own.charge(item[1])
-            own.count(waiting[item], -item[1])
-            own.remove(item, waiting[item])
+                tested.charge(item[1])
+            tested.count(waiting[item], -item[1])
+            tested.remove(item, waiting[item])
         if step != "add":
             del waiting[item]
     assert order.cost == sum(cost for _, cost in waiting)

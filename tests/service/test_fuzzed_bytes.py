@@ -72,7 +72,7 @@ odd_bytes = st.binary(max_size=24)
 tokens = st.text("abcXYZ019-_!#$%&'*+.^`|~:/ ", max_size=12).map(str.encode)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda own: st.lists(own, max_size=4) | st.dictionaries(st.text(max_size=8), own, max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
 
@@ -94,9 +94,9 @@ def damaged(draw, contents):
 def bodies():
     known = st.sampled_from(BODIES)
     changed = st.builds(
-        lambda own, name, value: own | {name: value}, known, st.sampled_from(FIELDS), json_values
+        lambda body, name, value: body | {name: value}, known, st.sampled_from(FIELDS), json_values
     )
-    plain = (known | changed | json_values).map(lambda own: json.dumps(own).encode())
+    plain = (known | changed | json_values).map(lambda body: json.dumps(body).encode())
     deep, controls = b"[" * 5000, b'{"inputs": "' + b"\\u0000" * 500 + b'"}'
     return plain | damaged(plain) | st.binary(max_size=64) | st.sampled_from([b"", deep, controls])
 
@@ -107,7 +107,7 @@ def mostly(usual, odd):
 
 
 def one_of(*known):
-    return st.sampled_from(known).map(lambda own: own.encode("latin-1"))
+    return st.sampled_from(known).map(lambda text: text.encode("latin-1"))
 
 
 def headers():

@@ -10,7 +10,7 @@ from service.upkeep.garbage import look_at_requests_only
 
 class Circle:
     def __init__(self):
-        self.own = self
+        self.circle = self
 
 circle = Circle()
 loaded = weakref.ref(circle)

@@ -94,9 +94,9 @@ def test_embedding_classes_of_langchain_and_llama_index(url, oracle):
 def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(url, oracle):
     expected = oracle.similarity(oracle.encode_query([TEXTS[1]]), oracle.encode_document(TEXTS))[0]
     found = httpx.post(f"{url}/rerank", json={"query": TEXTS[1], "texts": TEXTS}).json()
-    assert [own["index"] for own in found] == expected.argsort(descending=True).tolist()
+    assert [entry["index"] for entry in found] == expected.argsort(descending=True).tolist()
     np.testing.assert_allclose(
-        [own["score"] for own in found], sorted(expected.tolist(), reverse=True), atol=FLOAT32
+        [entry["score"] for entry in found], sorted(expected.tolist(), reverse=True), atol=FLOAT32
     )
 
 
@@ -108,9 +108,9 @@ def test_text_classification_is_that_of_transformers(tmp_path):
         for how in ({}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none", "top_k": 2}):
             found = client.text_classification(TEXTS[0], **how)
             wanted = expected(TEXTS[0], **{"top_k": None, **how})
-            assert [own.label for own in found] == [own["label"] for own in wanted]
+            assert [result.label for result in found] == [entry["label"] for entry in wanted]
             np.testing.assert_allclose(
-                [own.score for own in found], [own["score"] for own in wanted], atol=FLOAT32
+                [result.score for result in found], [entry["score"] for entry in wanted], atol=FLOAT32
             )
 
 
@@ -122,8 +122,8 @@ def test_zero_shot_classification_is_that_of_transformers(tmp_path):
         for how in ({}, {"multi_label": True}, {"hypothesis_template": "the text is about a {}"}):
             found = client.zero_shot_classification(QUERY, LABELS, **how)
             wanted = expected(QUERY, LABELS, **how)
-            assert [own.label for own in found] == wanted["labels"]
-            np.testing.assert_allclose([own.score for own in found], wanted["scores"], atol=FLOAT32)
+            assert [result.label for result in found] == wanted["labels"]
+            np.testing.assert_allclose([result.score for result in found], wanted["scores"], atol=FLOAT32)
 
 
 def test_rerank_clients_of_llama_index_and_cohere_get_the_scores_of_a_cross_encoder(tmp_path):
@@ -134,10 +134,10 @@ def test_rerank_clients_of_llama_index_and_cohere_get_the_scores_of_a_cross_enco
     with running(folder) as url:
         nodes = [NodeWithScore(node=TextNode(text=document, id_=document)) for document in DOCUMENTS]
         found = TeiRerank(base_url=url).postprocess_nodes(nodes, query_str=QUERY)
-        assert [own.node.text for own in found] == [DOCUMENTS[index] for index in order]
-        np.testing.assert_allclose([own.score for own in found], expected[order], atol=FLOAT32)
+        assert [result.node.text for result in found] == [DOCUMENTS[index] for index in order]
+        np.testing.assert_allclose([result.score for result in found], expected[order], atol=FLOAT32)
         for client in (cohere.ClientV2("none", base_url=url), cohere.Client("none", base_url=url)):
             answer = client.rerank(model="reranker", query=QUERY, documents=DOCUMENTS, top_n=2)
-            assert [own.index for own in answer.results] == order[:2]
-            scores = [own.relevance_score for own in answer.results]
+            assert [result.index for result in answer.results] == order[:2]
+            scores = [result.relevance_score for result in answer.results]
             np.testing.assert_allclose(scores, expected[order][:2], atol=FLOAT32)

@@ -80,7 +80,9 @@ def test_keys_are_found_by_salted_digests_and_not_kept(file):
         assert not isinstance(thing, str | bytes) or ONE not in str(thing)
         assert not isinstance(thing, str | bytes) or TWO not in str(thing)
         if hasattr(thing, "__dict__") or isinstance(thing, dict | list | tuple):
-            reachable += [own for own in gc.get_referents(thing) if not hasattr(own, "__globals__")]
+            reachable += [
+                referent for referent in gc.get_referents(thing) if not hasattr(referent, "__globals__")
+            ]
     assert len(seen) > 10
 
 
@@ -288,7 +290,7 @@ def ask(client, key, text="a", **body):
 async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
     async with serving(api_keys=file, admin=admin) as client:
         app = client._transport.app
-        paths = {(method, path) for path, own in app.openapi()["paths"].items() for method in own}
+        paths = {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
         paths |= {("get", path) for path in ("/docs", "/openapi.json", "/nowhere", "/embed/")}
         paths |= {("options", "/embed"), ("post", "/"), ("delete", "/cache")}
         is_open = {}
@@ -304,8 +306,8 @@ async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
 
 async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file):
     async with serving(api_keys=file, admin=True) as client:
-        for given in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
-            assert (await client.post("/embed", json={"inputs": "a"}, headers=given)).status_code == 200
+        for headers in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
+            assert (await client.post("/embed", json={"inputs": "a"}, headers=headers)).status_code == 200
         wrong = await client.post("/embed", json={"inputs": "a"}, headers=bearer(ONE + "0"))
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "unauthorized")
         assert "invalid_token" in wrong.headers["WWW-Authenticate"]
@@ -341,7 +343,7 @@ async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path)
     text = f"few {ONE} requests_per_minute=2\nshort {TWO} tokens_per_minute=10\nops {OPS} admin\n"
     async with serving(api_keys=keys_file(tmp_path, text)) as client:
         for key, sent in ((ONE, ["a", "b"]), (TWO, ["c" * 30])):
-            assert [(await ask(client, key, own)).status_code for own in sent] == [200] * len(sent)
+            assert [(await ask(client, key, body)).status_code for body in sent] == [200] * len(sent)
             response = await ask(client, key)
             assert (response.status_code, response.json()["error"]["code"]) == (429, "quota_exceeded")
             assert 1 <= int(response.headers["Retry-After"]) <= 126
@@ -436,7 +438,7 @@ async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
         while batcher.waiting_requests < 2:
             await asyncio.sleep(0.001)
         engine.may_run.set()
-        assert [(await own).status_code for own in (held, many, single)] == [200] * 3
+        assert [(await response).status_code for response in (held, many, single)] == [200] * 3
     assert any("single" in batch for batch in engine.batches[:4])
 
 
@@ -522,8 +524,8 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, 
             warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
     warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
     async with serving(engine, api_keys=file) as client:
-        given = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
-    assert [int(own.split("/")[0]) > 0 for own in given] == [False, True]
+        shown = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
+    assert [int(usage.split("/")[0]) > 0 for usage in shown] == [False, True]
 
 
 def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, caplog):

@@ -56,8 +56,8 @@ def expected(folder, labels, written=WRITTEN):
 
 def assert_scores(response, rows):
     assert response.status_code == 200
-    for found, own in zip(response.json(), rows, strict=True):
-        assert {entry["label"]: entry["score"] for entry in found} == pytest.approx(own, abs=2e-4)
+    for found, row in zip(response.json(), rows, strict=True):
+        assert {entry["label"]: entry["score"] for entry in found} == pytest.approx(row, abs=2e-4)
         scores = [entry["score"] for entry in found]
         assert scores == sorted(scores, reverse=True)
 
@@ -89,8 +89,8 @@ async def test_requests_of_all_kinds_share_batches_and_get_their_own_results(fol
         alone = [(await client.post("/classify", json={"inputs": TEXTS, **more})).json() for more in bodies]
         requests = [client.post("/classify", json={"inputs": TEXTS, **more}) for more in bodies * 3]
         together = [response.json() for response in await asyncio.gather(*requests)]
-    for own, found in zip(alone * 3, together, strict=True):
-        for left, right in zip(own, found, strict=True):
+    for single, found in zip(alone * 3, together, strict=True):
+        for left, right in zip(single, found, strict=True):
             scores = [{entry["label"]: entry["score"] for entry in row} for row in (left, right)]
             assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
@@ -169,11 +169,11 @@ async def test_request_with_too_many_tokens_is_refused_before_it_is_computed(fol
     ],
 )
 async def test_logits_are_computed_beside_the_event_loop(folder, monkeypatch, path, body):
-    threads, own = [], Decisions.label_logits
+    threads, label_logits = [], Decisions.label_logits
 
     def noting(*arguments):
         threads.append(threading.current_thread())
-        return own(*arguments)
+        return label_logits(*arguments)
 
     monkeypatch.setattr(Decisions, "label_logits", noting)
     written = "{query} {document}" if "texts" in body else WRITTEN

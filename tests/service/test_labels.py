@@ -52,7 +52,7 @@ def test_cache_never_exceeds_its_capacity(sizes, dimensions):
     for label in labels:
         memory.remember([label], True, np.zeros((1, dimensions), np.float32))
         kept = memory.recall(labels, True)
-        assert sum(sys.getsizeof(own) + kept[own].nbytes for own in kept) <= 50_000
+        assert sum(sys.getsizeof(name) + kept[name].nbytes for name in kept) <= 50_000
     # The last labels that fit.
     (kept, fitting), room = (list(memory.recall(labels, True)), []), 50_000.0
     for label in reversed(labels):

@@ -24,8 +24,8 @@ def required_gains(monkeypatch):
 
 
 def engine_of(checkpoint, database, **values):
-    given = values if database is None else {"database": str(database), **values}
-    return load_engine(read_settings({"dtype": "float32", **given}), checkpoint)
+    named = values if database is None else {"database": str(database), **values}
+    return load_engine(read_settings({"dtype": "float32", **named}), checkpoint)
 
 
 def thresholds(engine):
@@ -50,11 +50,11 @@ def test_given_threshold_keeps_no_budget(tiny_checkpoint, tiny_database):
 
 def test_given_threshold_decides_what_hits(tiny_checkpoint, tiny_database, tiny_corpus):
     texts = ["my card my card", "the bank was closed today", tiny_corpus[0].text]
-    own, strict = (
-        engine_of(tiny_checkpoint, tiny_database, **given) for given in ({}, {"threshold": "0.995"})
+    usual, strict = (
+        engine_of(tiny_checkpoint, tiny_database, **values) for values in ({}, {"threshold": "0.995"})
     )
-    sequences = own.tokenize(texts)
-    assert prefill(own, sequences).outcomes == (Outcome.HIT,) * 3
+    sequences = usual.tokenize(texts)
+    assert prefill(usual, sequences).outcomes == (Outcome.HIT,) * 3
     assert prefill(strict, sequences).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
 
 
@@ -72,8 +72,8 @@ def test_gain_is_required(tiny_checkpoint, tiny_database, required_gains):
 
 def test_sound_database_gives_one_engine(tiny_checkpoint, tiny_database, tmp_path):
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
-    for given in ({"database": str(tiny_database)}, {"cache_dir": str(tmp_path)}, {"reuse": "off"}):
-        settings = read_settings({"dtype": "float32", **given})
+    for values in ({"database": str(tiny_database)}, {"cache_dir": str(tmp_path)}, {"reuse": "off"}):
+        settings = read_settings({"dtype": "float32", **values})
         (engine,) = load_engines(settings, tiny_checkpoint)
         assert isinstance(engine, PrefillEngine)
         assert (engine.map_reuse is not None) == settings.reuse
@@ -166,7 +166,7 @@ def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_meas
     monkeypatch.setattr(loading, "could_pay", lambda *_: pytest.fail("measured"))
     loaded = list(first_start(tiny_checkpoint, tmp_path, min_gain="0"))
     assert len(builds) == 1
-    assert len([own for own in loaded if isinstance(own, PrefillEngine)]) == 2
+    assert len([engine for engine in loaded if isinstance(engine, PrefillEngine)]) == 2
 
 
 def test_measurement_is_tried_again_later_and_later_while_the_machine_is_busy(

@@ -55,7 +55,7 @@ async def test_other_ids_are_replaced(given):
         answered = [await client.get("/health", headers=[(ID.encode(), given)]) for _ in range(2)]
     ids = {response.headers[ID] for response in answered}
     assert len(ids) == 2
-    assert all(re.fullmatch("[0-9a-f]{16,64}", own) for own in ids)
+    assert all(re.fullmatch("[0-9a-f]{16,64}", ids) for ids in ids)
 
 
 async def test_every_response_has_one_request_id(tmp_path):
@@ -170,7 +170,9 @@ async def test_access_log_has_a_line_for_each_request_and_no_text_no_path_no_que
             await client.get(f"/{SECRET}", headers={ID: "job-7"})
     told = [line for line in lines(stream) if line["logger"] == "service.access"]
     told = [line for line in told if line["route"] != "/ready"]
-    told_of = [(own["route"], own["status"], own["tokens"], own["repeated"], own.get("key")) for own in told]
+    told_of = [
+        (line["route"], line["status"], line["tokens"], line["repeated"], line.get("key")) for line in told
+    ]
     assert told_of == [
         ("/embed", 200, 6, 0, "one"),
         ("/embed", 200, 6, 2, "one"),

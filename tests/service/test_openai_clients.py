@@ -42,8 +42,8 @@ def client(url):
 
 
 def rows(response):
-    assert [own.index for own in response.data] == list(range(len(response.data)))
-    return np.array([own.embedding for own in response.data])
+    assert [entry.index for entry in response.data] == list(range(len(response.data)))
+    return np.array([entry.embedding for entry in response.data])
 
 
 @pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["base64", "float"])
@@ -64,7 +64,7 @@ def test_openai_client_gets_fewer_dimensions_at_unit_length(client, folder):
 
 def test_token_ids_of_the_model_are_the_text(client, url, oracle):
     tokenized = httpx.post(f"{url}/tokenize", json={"inputs": TEXTS}).json()
-    ids = [[token["id"] for token in own] for own in tokenized]
+    ids = [[token["id"] for token in tokens] for tokens in tokenized]
     response = client.embeddings.create(model="tiny-bert", input=ids, user="somebody")
     np.testing.assert_allclose(rows(response), oracle.encode(TEXTS), atol=FLOAT32)
     assert response.usage.prompt_tokens == response.usage.total_tokens == sum(map(len, ids))
@@ -136,7 +136,10 @@ def test_langchain_may_cut_texts_with_the_tokenizer_of_the_model(url, folder, or
 def test_token_ids_of_openai_s_tokenizer_are_refused_with_the_remedy(url, monkeypatch):
     # The vocabulary of cl100k_base is not part of tiktoken.
     bytewise = tiktoken.Encoding(
-        "bytewise", pat_str=".+", mergeable_ranks={bytes([own]): own for own in range(256)}, special_tokens={}
+        "bytewise",
+        pat_str=".+",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: bytewise)
     with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False") as caught:

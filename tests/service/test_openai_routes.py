@@ -18,7 +18,7 @@ PATHS = {
     "/v1/classify": {"input": "a"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
 }
-BYTES = [ord(own) for own in "aab"]
+BYTES = [ord(letter) for letter in "aab"]
 
 
 def is_openai_error(response):
@@ -31,9 +31,9 @@ async def test_base64_is_the_bytes_of_the_numbers():
     async with serving() as client:
         numbers = (await client.post("/v1/embeddings", json=body)).json()
         encoded = (await client.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
-    for own, theirs in zip(numbers["data"], encoded["data"], strict=True):
+    for entry, theirs in zip(numbers["data"], encoded["data"], strict=True):
         row = np.frombuffer(base64.b64decode(theirs["embedding"]), dtype="<f4")
-        assert row.tolist() == np.float32(own["embedding"]).tolist()
+        assert row.tolist() == np.float32(entry["embedding"]).tolist()
     assert numbers["usage"] == encoded["usage"]
 
 
@@ -41,10 +41,10 @@ async def test_embeddings_have_unit_length_also_if_the_model_s_have_not(tmp_path
     folder = write_sentence_transformer(tmp_path / "model", normalize=False)
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     async with serving(engine, model=str(folder)) as client:
-        own = (await client.post("/embed", json={"inputs": "where"})).json()[0]
+        vector = (await client.post("/embed", json={"inputs": "where"})).json()[0]
         [found] = (await client.post("/v1/embeddings", json={"input": "where"})).json()["data"]
-    assert abs(np.linalg.norm(own) - 1) > 0.01
-    np.testing.assert_allclose(found["embedding"], np.array(own) / np.linalg.norm(own), atol=1e-6)
+    assert abs(np.linalg.norm(vector) - 1) > 0.01
+    np.testing.assert_allclose(found["embedding"], np.array(vector) / np.linalg.norm(vector), atol=1e-6)
 
 
 async def test_token_ids_are_computed_as_they_are():
@@ -102,7 +102,7 @@ async def test_names_by_which_a_model_may_be_called(served, asked, status):
         retrieved = await client.get(f"/v1/models/{asked or 'org/model'}")
     name = "org/model" if served in (None, "*") else "small"
     assert response.status_code == status
-    assert [own["id"] for own in listed] == [name]
+    assert [model["id"] for model in listed] == [name]
     if status == 200:
         assert response.json()["model"] == name
     if asked:
@@ -119,11 +119,11 @@ async def test_classes_are_shaped_as_by_vllm():
     logits = engine.decisions.class_logits(np.stack([embedding_of([1]), embedding_of([1, 2])]))
     assert (answer["object"], answer["model"], answer["usage"]["prompt_tokens"]) == ("list", "fake", 3)
     assert answer["id"].startswith("classify-")
-    for index, own in enumerate(answer["data"]):
-        assert (own["index"], own["num_classes"]) == (index, 3)
-        assert own["label"] == "xyz"[int(logits[index].argmax())]
-        np.testing.assert_allclose(own["probs"], class_scores(logits)[index], rtol=1e-6)
-    np.testing.assert_allclose([own["probs"] for own in raw["data"]], logits, rtol=1e-6)
+    for index, entry in enumerate(answer["data"]):
+        assert (entry["index"], entry["num_classes"]) == (index, 3)
+        assert entry["label"] == "xyz"[int(logits[index].argmax())]
+        np.testing.assert_allclose(entry["probs"], class_scores(logits)[index], rtol=1e-6)
+    np.testing.assert_allclose([entry["probs"] for entry in raw["data"]], logits, rtol=1e-6)
 
 
 BAD = [
@@ -227,7 +227,7 @@ async def test_every_refusal_has_the_shape_of_openai(path, body):
         mismatch = await client.post(path, json=body, headers={"X-AttnCache-Require-Model": "f" * 8})
         header = await client.post(path, json=body, headers={"X-AttnCache-Reuse": "maybe"})
     answers = {401: unauthorized, 413: too_large, 409: mismatch, 400: header}
-    assert [own.status_code for own in answers.values()] == list(answers)
+    assert [answer.status_code for answer in answers.values()] == list(answers)
     assert all(map(is_openai_error, answers.values()))
     assert unauthorized.json()["error"]["code"] == "invalid_api_key"
     assert unauthorized.headers["WWW-Authenticate"].startswith("Bearer")
@@ -241,7 +241,7 @@ async def test_full_queue_and_loading_have_the_shape_of_openai(path, body):
     async with serving(engine, **limits) as client:
         running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
         await asyncio.to_thread(engine.runs.acquire)
-        running += [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "bc"]
+        running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
         while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         full = await client.post(path, json=body)

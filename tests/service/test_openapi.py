@@ -74,13 +74,13 @@ def test_routes_of_other_servers_document_the_errors_of_these_servers(descriptio
 def test_every_reference_leads_to_a_schema(description):
     def references(part):
         if isinstance(part, list):
-            for own in part:
-                yield from references(own)
+            for each in part:
+                yield from references(each)
         elif isinstance(part, dict):
             if "$ref" in part:
                 yield part["$ref"]
-            for own in part.values():
-                yield from references(own)
+            for each in part.values():
+                yield from references(each)
 
     known = {f"#/components/schemas/{name}" for name in description["components"]["schemas"]}
     assert set(references(description)) <= known

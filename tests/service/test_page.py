@@ -67,7 +67,9 @@ async def test_page_to_try_the_routes_and_its_files_come_from_this_server(page):
     # Nothing may come from another host, and no script may stand in the page.
     sources = {source for directive in policy for source in directive.split()[1:]}
     assert sources == {"'self'", "'none'", "data:", "'unsafe-inline'"}
-    assert [own for own in policy if "'unsafe-inline'" in own] == ["style-src 'self' 'unsafe-inline'"]
+    assert [directive for directive in policy if "'unsafe-inline'" in directive] == [
+        "style-src 'self' 'unsafe-inline'"
+    ]
 
 
 @pytest.mark.parametrize("path", ["/page/", "/page/unknown.js", "/page/..%2Fapp.py", "/page/%2e%2e/app.py"])
@@ -91,7 +93,7 @@ def test_every_file_that_files_name_exists():
     for file in FILES:
         text = file.read_text(encoding="utf-8")
         named = re.findall(r'"/page/([\w.]+)"|from "\./([\w.]+)"', text)
-        assert {name for names in named for name in names if name} <= {own.name for own in FILES}, file
+        assert {name for names in named for name in names if name} <= {file.name for file in FILES}, file
 
 
 def test_an_installed_package_has_every_file_of_the_page():
@@ -148,11 +150,11 @@ async def test_route_explains_what_the_library_explains(engine):
     assert explained["chosen"]["similarity"] == pytest.approx(expected.chosen.similarity)
     assert explained["cosine"] == pytest.approx(expected.cosine)
     assert "ids" not in explained
-    for layer, own in zip(explained["layers"], expected.layers, strict=True):
-        assert layer["reused_heads"] == list(own.reused_heads)
-        for name in ("own", "given"):
+    for layer, maps in zip(explained["layers"], expected.layers, strict=True):
+        assert layer["reused_heads"] == list(maps.reused_heads)
+        for name, expected_maps in (("own", maps.full), ("given", maps.given)):
             levels = np.frombuffer(base64.b64decode(layer[name]), "<u2")
-            np.testing.assert_allclose(levels / 65535, getattr(own, name).ravel(), atol=1e-5)
+            np.testing.assert_allclose(levels / 65535, expected_maps.ravel(), atol=1e-5)
 
 
 async def test_second_explanation_finds_the_result_of_the_first(engine):

@@ -191,9 +191,9 @@ def test_text_stands_out_from_its_ground(browser, url, dark):
         assert (light > ground) == dark
         for name in ("--ink", "--muted", "--accent", "--bad"):
             for ground_name in ("--surface", "--page"):
-                own, other = page.run(LUMINANCE % name), page.run(LUMINANCE % ground_name)
+                front, other = page.run(LUMINANCE % name), page.run(LUMINANCE % ground_name)
                 # The contrast that WCAG asks for.
-                assert (max(own, other) + 0.05) / (min(own, other) + 0.05) >= 4.5, (name, ground_name)
+                assert (max(front, other) + 0.05) / (min(front, other) + 0.05) >= 4.5, (name, ground_name)
 
 
 # The relative luminance of a colour of the style sheet, as WCAG defines it.

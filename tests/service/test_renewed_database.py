@@ -68,9 +68,9 @@ def publish(root, built):
 
 
 @asynccontextmanager
-async def serving(checkpoint, root, **given):
+async def serving(checkpoint, root, **changed):
     """Yield a client of a server that follows the database in `root`."""
-    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **given}
+    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **changed}
     settings = Settings(model=str(checkpoint.folder), dtype="float32", database=root, **values)
 
     def load():
@@ -152,9 +152,9 @@ async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_
     loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
     engines = []
     for built in (tiny_prototypes_database, other_mask, tiny_database):
-        engines.append(next(own for own in loaded if isinstance(own, PrefillEngine)))
+        engines.append(next(engine for engine in loaded if isinstance(engine, PrefillEngine)))
         publish(root, built)
-    engines.append(next(own for own in loaded if isinstance(own, PrefillEngine)))
+    engines.append(next(engine for engine in loaded if isinstance(engine, PrefillEngine)))
     assert [engine.map_reuse.database.generation.number for engine in engines] == [0, 1, 2, 3]
     assert engines[0].model is engines[1].model
     assert len({id(engine.model) for engine in engines}) == 3
@@ -344,7 +344,7 @@ async def test_workers_share_findings_of_one_generation_only(
 async def test_watching_ends_with_the_app(tiny_checkpoint, root):
     before = set(threading.enumerate())
     async with serving(tiny_checkpoint, root):
-        (watching,) = (own for own in set(threading.enumerate()) - before if own.name == "load")
+        (watching,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "load")
     watching.join(5)
     assert not watching.is_alive()
 

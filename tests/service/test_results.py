@@ -196,7 +196,7 @@ def test_least_recently_used_results_leave():
     assert results.find([b"d"], str) == [Lookup.UNKNOWN]
     results.settle({b"d": result_of(3)})
     assert results.find([b"b"], str) == [Lookup.UNKNOWN]
-    assert all(isinstance(own, RequestResult) for own in results.find([b"a", b"c", b"d"], str))
+    assert all(isinstance(result, RequestResult) for result in results.find([b"a", b"c", b"d"], str))
     assert (len(results), results.bytes) == (3, 3 * each)
 
 
@@ -234,20 +234,20 @@ def test_parts_that_are_joined_are_the_whole_result(places, data):
     )
     cut = data.draw(st.integers(0, count))
     parts = []
-    for own in filter(None, (places[:cut], places[cut:])):  # one part, if the cut is at an end
+    for chosen in filter(None, (places[:cut], places[cut:])):  # one part, if the cut is at an end
         part = RequestResult(
-            whole.outputs[list(own)],
-            tuple(whole.outcomes[place] for place in own),
-            3 * len(own),
-            2 * len(own),
-            log_probabilities=tuple(whole.log_probabilities[place] for place in own),
+            whole.outputs[list(chosen)],
+            tuple(whole.outcomes[place] for place in chosen),
+            3 * len(chosen),
+            2 * len(chosen),
+            log_probabilities=tuple(whole.log_probabilities[place] for place in chosen),
         )
-        parts.append((own, part))
+        parts.append((chosen, part))
     found = joined(parts)
     np.testing.assert_array_equal(found.outputs, whole.outputs)
     assert found[1:4] == whole[1:4]
-    for own, expected in zip(found.log_probabilities, whole.log_probabilities, strict=True):
-        np.testing.assert_array_equal(own, expected)
+    for log_probability, expected in zip(found.log_probabilities, whole.log_probabilities, strict=True):
+        np.testing.assert_array_equal(log_probability, expected)
     assert (found.token_states, found.blends) == ((), ())
 
 
@@ -306,7 +306,7 @@ def plan_of(token, targets=()):
 def test_names_differ_if_any_number_of_a_plan_differs(plans):
     assert name_of([1], plans) == name_of([1], [*plans])
     others = [(), (plan_of(3),), (*plans, plan_of(1)), (SequencePlan(0, (1, 0)),)]
-    assert len({name_of([1], own) for own in (plans, *others)}) == 1 + len(others)
+    assert len({name_of([1], plan) for plan in (plans, *others)}) == 1 + len(others)
 
 
 class NotedTokens(tuple[int, ...]):
@@ -376,14 +376,14 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
     async with batching(engine) as batcher:
         busy = await hold(engine, batcher)
         texts = [("first", "same"), ("too much",), ("same",), ("last",)]
-        pending = [submit(batcher, *own) for own in texts]
+        pending = [submit(batcher, *text) for text in texts]
         engine.may_run.set()
         async with asyncio.timeout(10):
             first, failed, waiting, last = await asyncio.gather(*pending, return_exceptions=True)
         await busy
     assert isinstance(failed, InternalError)
-    for result, own in ((first, texts[0]), (waiting, texts[2]), (last, texts[3])):
-        assert_result_of(list(own), result)
+    for result, text in ((first, texts[0]), (waiting, texts[2]), (last, texts[3])):
+        assert_result_of(list(text), result)
     assert engine.batches[1:] == [["first", "same", "too much", "last"]]
 
 

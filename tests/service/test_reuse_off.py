@@ -29,8 +29,8 @@ def folder(tiny_database, tmp_path):
 
 
 def engine_of(checkpoint, folder, **values):
-    given = {"dtype": "float32", "database": str(folder), "min_gain": 0, **values}
-    return load_engine(read_settings(given), checkpoint)
+    settings = {"dtype": "float32", "database": str(folder), "min_gain": 0, **values}
+    return load_engine(read_settings(settings), checkpoint)
 
 
 def outcome(engine):

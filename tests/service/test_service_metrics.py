@@ -62,7 +62,9 @@ def test_two_apps_count_apart():
 def test_every_error_status_has_a_metric():
     assert QueueFull.status in STATUSES
     classes = [*vars(errors).values(), *vars(service_errors).values()]
-    known = {own.status for own in classes if isinstance(own, type) and issubclass(own, AttnCacheError)}
+    known = {
+        class_.status for class_ in classes if isinstance(class_, type) and issubclass(class_, AttnCacheError)
+    }
     assert known <= set(STATUSES)
 
 

@@ -208,7 +208,7 @@ async def test_client_that_leaves_releases_its_session(leaving):
         engine.may_run.clear()
         gone_body = {"session_id": "s", "append": "gone"}
         gone = request_and_leave(app_of(client), gone_body, leave)
-        tasks = [asyncio.create_task(own) for own in ([gone] if "runs" in leaving else [])]
+        tasks = [asyncio.create_task(request) for request in ([gone] if "runs" in leaving else [])]
         tasks.append(asyncio.create_task(ask(client, append="b")))
         await asyncio.to_thread(engine.runs.acquire)
         tasks += [asyncio.create_task(gone)] if "waits" in leaving else []
@@ -502,7 +502,7 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
             turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
             response = await ask(client, **turn)
             before = sum(map(len, ids[: count - 1]))
-            sequence = frame.around([token for own in ids[:count] for token in own])
+            sequence = frame.around([token for ids in ids[:count] for token in ids])
             known = len(frame.before) + before if count > 1 else 0
             assert cached(response) == (known, len(sequence))
             plan = engine.tokenizer.default_prompt.sequence_plan(0)
@@ -540,7 +540,7 @@ async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
             alone = {"session_id": "all", "transcript": TURNS[:count]}
             full = await client.post("/classify", json=alone, headers=REUSE_OFF)
             scores, expected = (
-                {entry["label"]: entry["score"] for entry in own.json()[0]} for own in (response, full)
+                {entry["label"]: entry["score"] for entry in answer.json()[0]} for answer in (response, full)
             )
             assert scores == pytest.approx(expected, abs=1e-5)
             history = sum(map(len, engine.tokenizer.turns(TURNS[: count - 1])))
@@ -561,7 +561,7 @@ async def test_real_conversation_never_exceeds_the_window(folder, way):
                 continue
             turns.append(turn)
             known, asked = cached(response)
-            all_ids = [token for own in engine.tokenizer.turns(turns) for token in own]
+            all_ids = [token for turn in engine.tokenizer.turns(turns) for token in turn]
             kept = asked - len(frame.before) - len(frame.after)
             sequence = frame.around(all_ids[len(all_ids) - kept :])
             assert known < len(sequence) <= engine.tokenizer.max_tokens
@@ -599,14 +599,14 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine):
             turn = {"transcript": turns[:1]} if count == 1 else {"append": turns[count - 1]}
             response = await ask(client, **turn)
             assert "X-AttnCache-Cached-Tokens" not in response.headers
-            ids = [token for own in tiny_engine.tokenizer.turns(turns[:count]) for token in own]
+            ids = [token for turn in tiny_engine.tokenizer.turns(turns[:count]) for token in turn]
             assert frame.around(ids) == tiny_engine.tokenize([" ".join(turns[:count])])[0]
             alone = tiny_engine.embed([" ".join(turns[:count])], normalize=False)
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
 
 
 async def test_count_of_distinct_sessions_holds_a_bounded_number(monkeypatch):
-    monkeypatch.setattr(DistinctSessions, "MOST", 3)
+    monkeypatch.setattr(DistinctSessions, "MAX", 3)
     sessions = sessions_with(ttl_seconds=1e9, max_sessions=2)
     for number in [*range(5), 4]:
         await keep(sessions, str(number))

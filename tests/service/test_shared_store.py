@@ -209,8 +209,8 @@ async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_tha
 def two_processes(folder):
     stores = [(SqliteStore(folder / "s.sqlite", "h"), SqliteStore(folder / "s.sqlite", "t")) for _ in "01"]
     return [
-        Sessions(*own, name, ttl_seconds=60, max_waiting=9, max_seconds=30)
-        for own, name in zip(stores, "01", strict=True)
+        Sessions(*pair, name, ttl_seconds=60, max_waiting=9, max_seconds=30)
+        for pair, name in zip(stores, "01", strict=True)
     ]
 
 

@@ -27,7 +27,7 @@ COMPUTED = [path for path in BODIES if path not in ("/tokenize", "/decode")]
 
 
 def unit(text):
-    return normalize(embedding_of([ord(own) for own in text])[None])[0]
+    return normalize(embedding_of([ord(letter) for letter in text])[None])[0]
 
 
 def is_tei_error(response):
@@ -44,8 +44,8 @@ async def test_similarity_is_the_cosine_to_each_sentence():
         found = (await client.post("/similarity", json=body)).json()
         prompted = body | {"parameters": {"prompt_name": "b", "truncate": True}}
         with_prompt = (await client.post("/similarity", json=prompted)).json()
-    np.testing.assert_allclose(found, [unit("aab") @ unit(own) for own in ("aab", "b", "c")], atol=1e-6)
-    expected = [unit("b: aab") @ unit(f"b: {own}") for own in ("aab", "b", "c")]
+    np.testing.assert_allclose(found, [unit("aab") @ unit(text) for text in ("aab", "b", "c")], atol=1e-6)
+    expected = [unit("b: aab") @ unit(f"b: {text}") for text in ("aab", "b", "c")]
     np.testing.assert_allclose(with_prompt, expected, atol=1e-6)
 
 
@@ -54,8 +54,10 @@ async def test_every_token_has_a_vector():
         of_texts = (await client.post("/embed_all", json={"inputs": ["ab", "c"]})).json()
         of_ids = (await client.post("/embed_all", json={"inputs": [[97, 98], [99]]})).json()
         prompted = (await client.post("/embed_all", json={"inputs": "a", "prompt_name": "b"})).json()
-    assert of_texts == of_ids == [[embedding_of([own]).tolist() for own in ids] for ids in ([97, 98], [99])]
-    assert [row.index(1.0) for row in prompted[0]] == [ord(own) for own in "b: a"]
+    assert (
+        of_texts == of_ids == [[embedding_of([token]).tolist() for token in ids] for ids in ([97, 98], [99])]
+    )
+    assert [row.index(1.0) for row in prompted[0]] == [ord(letter) for letter in "b: a"]
 
 
 async def test_vectors_of_many_tokens_are_refused_before_they_are_computed():
@@ -83,11 +85,11 @@ async def test_predictions_have_the_shape_of_the_inputs(inputs, texts, is_list):
     async with serving(engine) as client:
         found = (await client.post("/predict", json={"inputs": inputs})).json()
         raw = (await client.post("/predict", json={"inputs": inputs, "raw_scores": True})).json()
-    logits = engine.decisions.class_logits(np.stack([unit(own) * 0 + len(own) / 128 for own in texts]))
+    logits = engine.decisions.class_logits(np.stack([unit(text) * 0 + len(text) / 128 for text in texts]))
     for answers, rows in ((found, class_scores(logits)), (raw, logits)):
-        for own, row in zip(answers if is_list else [answers], rows, strict=True):
-            assert [one["score"] for one in own] == sorted((one["score"] for one in own), reverse=True)
-            by_label = {one["label"]: one["score"] for one in own}
+        for answer, row in zip(answers if is_list else [answers], rows, strict=True):
+            assert [one["score"] for one in answer] == sorted((one["score"] for one in answer), reverse=True)
+            by_label = {one["label"]: one["score"] for one in answer}
             np.testing.assert_allclose([by_label[label] for label in "xyz"], row, rtol=1e-6)
 
 
@@ -99,9 +101,9 @@ async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path):
     async with serving(engine) as client:
         alone = (await client.post("/predict", json={"inputs": ["where", "the card"]})).json()
         listed = (await client.post("/predict", json={"inputs": [["where"], ["where", "the card"]]})).json()
-    found = {own["label"]: own["score"] for own in alone}
+    found = {entry["label"]: entry["score"] for entry in alone}
     np.testing.assert_allclose([found[label] for label in "xyz"], expected, atol=1e-6)
-    assert {own["label"]: pytest.approx(own["score"], abs=1e-6) for own in listed[1]} == found
+    assert {entry["label"]: pytest.approx(entry["score"], abs=1e-6) for entry in listed[1]} == found
 
 
 async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path):
@@ -119,22 +121,22 @@ async def test_rerank_orders_texts_and_documents_by_their_score():
         of_texts = (await client.post("/rerank", json={"query": "aab", "texts": texts})).json()
         body = {"query": "aab", "texts": texts, "return_text": True, "top_n": 2}
         with_texts = (await client.post("/rerank", json=body)).json()
-        given = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
-        body = {"query": "aab", "documents": given, "return_documents": True}
+        mixed = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
+        body = {"query": "aab", "documents": mixed, "return_documents": True}
         documents = {
             path: (await client.post(path, json=body)).json()
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
         }
-    scores = {own["index"]: own["score"] for own in of_texts}
+    scores = {entry["index"]: entry["score"] for entry in of_texts}
     assert list(scores) == [1, 2, 0]
     np.testing.assert_allclose(
-        list(scores.values()), [unit("aab") @ unit(texts[own]) for own in scores], atol=1e-6
+        list(scores.values()), [unit("aab") @ unit(texts[index]) for index in scores], atol=1e-6
     )
-    assert [(own["index"], own["text"]) for own in with_texts] == [(1, "aab"), (2, "ab")]
+    assert [(entry["index"], entry["text"]) for entry in with_texts] == [(1, "aab"), (2, "ab")]
     for answer in documents.values():
         assert (answer["model"], answer["usage"]["total_tokens"]) == ("fake", 9)
-        assert [own["document"]["text"] for own in answer["results"]] == ["aab", "ab", "b"]
-        assert {own["index"]: own["relevance_score"] for own in answer["results"]} == scores
+        assert [result["document"]["text"] for result in answer["results"]] == ["aab", "ab", "b"]
+        assert {result["index"]: result["relevance_score"] for result in answer["results"]} == scores
 
 
 async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
@@ -156,7 +158,7 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
         (instructed, {"instruction": "Find the sender."}),
     ):
         expected = engine.rerank(query, documents, **how)
-        ordered = [own["score"] for own in sorted(answer, key=lambda own: own["index"])]
+        ordered = [entry["score"] for entry in sorted(answer, key=lambda entry: entry["index"])]
         np.testing.assert_allclose(ordered, expected, atol=1e-5)
     counted = {
         state: float(line.split()[-1])
@@ -178,7 +180,7 @@ async def test_tokens_of_a_text_and_back(tmp_path):
         body = {"inputs": [text], "add_special_tokens": False}
         [plain] = (await client.post("/tokenize", json=body)).json()
         [prompted] = (await client.post("/tokenize", json={"inputs": text, "prompt_name": "ask"})).json()
-        ids = [own["id"] for own in tokens]
+        ids = [token["id"] for token in tokens]
         one = (await client.post("/decode", json={"ids": ids})).json()
         both = (
             await client.post("/decode", json={"ids": [ids, ids[:2]], "skip_special_tokens": False})
@@ -186,13 +188,13 @@ async def test_tokens_of_a_text_and_back(tmp_path):
         from_ids = (await client.post("/embed", json={"inputs": ids})).json()
         from_text = (await client.post("/embed", json={"inputs": text})).json()
     assert ids == theirs(text)["input_ids"]
-    assert [own["special"] for own in tokens] == [True] + [False] * (len(ids) - 2) + [True]
+    assert [token["special"] for token in tokens] == [True] + [False] * (len(ids) - 2) + [True]
     assert tokens[0] == {"id": ids[0], "text": "[CLS]", "special": True, "start": None, "stop": None}
     assert plain == tokens[1:-1]
-    assert all(own["text"] == text[own["start"] : own["stop"]] for own in plain)
-    assert [own["id"] for own in prompted] == theirs(f"my {text}")["input_ids"]
+    assert all(token["text"] == text[token["start"] : token["stop"]] for token in plain)
+    assert [token["id"] for token in prompted] == theirs(f"my {text}")["input_ids"]
     assert one == [theirs.decode(ids, skip_special_tokens=True)]
-    assert both == [theirs.decode(own) for own in (ids, ids[:2])]
+    assert both == [theirs.decode(part) for part in (ids, ids[:2])]
     assert from_ids == from_text
 
 
@@ -380,7 +382,7 @@ async def test_full_queue_has_the_shape_of_tei(path):
     async with serving(engine, **limits) as client:
         running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
         await asyncio.to_thread(engine.runs.acquire)
-        running += [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "bc"]
+        running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
         while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         full = await client.post(path, json=BODIES[path])

@@ -156,9 +156,11 @@ async def test_server_sends_its_traces_to_the_collector_of_the_variables(monkeyp
     (body,) = bodies
     assert SECRET.encode() not in body
     (resource,) = collected.ExportTraceServiceRequest.FromString(body).resource_spans
-    assert {own.value.string_value for own in resource.resource.attributes if own.key == "service.name"} == {
-        "attncache"
-    }
+    assert {
+        attribute.value.string_value
+        for attribute in resource.resource.attributes
+        if attribute.key == "service.name"
+    } == {"attncache"}
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     assert set(spans) == {"POST /embed", "queue", "tokenize", "batch", "answer", "GET"}
     traces = {name: span.trace_id.hex() for name, span in spans.items()}

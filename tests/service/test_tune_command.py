@@ -23,8 +23,8 @@ def fixed_speeds(monkeypatch):
     real = tuning.measure
 
     def measure(way, *arguments, **options):
-        own = real(way, *arguments, **options)
-        return replace(own, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
+        measured = real(way, *arguments, **options)
+        return replace(measured, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
 
     monkeypatch.setattr(tuning, "measure", measure)
     # Counting the bytes of all tensors of a large test process takes longer than everything else.
@@ -43,10 +43,10 @@ def texts(tmp_path_factory):
 
 
 def tune(checkpoint, texts, output, *arguments):
-    given = ("--texts", f"{texts}:asked", "--min-text-cosine", "0", "--min-cosine", "0.99", "--rounds", "1")
+    options = ("--texts", f"{texts}:asked", "--min-text-cosine", "0", "--min-cosine", "0.99", "--rounds", "1")
     if "--ways" not in arguments:
         arguments = ("--ways", "int8-weight-only,int4", *arguments)
-    return run("tune", *model_arguments(checkpoint), *given, "--output", output, *arguments)
+    return run("tune", *model_arguments(checkpoint), *options, "--output", output, *arguments)
 
 
 def served(path):
@@ -72,11 +72,13 @@ def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoin
     assert list(rows) == ["int4", "* int8-weight-only", "exact"]
     assert [line.split()[-1] for line in rows.values()] == ["outside", "inside", "inside"]
     kept = json.loads((tmp_path / "tuned.json").read_text(encoding="utf-8"))
-    figures = {own["measured"]["way"]["quantization"]: own["measured"] for own in kept["measured"]}
-    for name, own in figures.items():
+    figures = {
+        measured["measured"]["way"]["quantization"]: measured["measured"] for measured in kept["measured"]
+    }
+    for name, figure in figures.items():
         row = rows[{"int8-weight-only": "* int8-weight-only", None: "exact"}.get(name, name)]
-        assert f"{own['quality']['mean']:.4f}" in row
-        assert f"{own['accuracy']:.4f}" in row
+        assert f"{figure['quality']['mean']:.4f}" in row
+        assert f"{figure['accuracy']:.4f}" in row
     for part in ("chosen: int8-weight-only", "cosine", "accuracy", "one text", "processor", "inside"):
         assert part in shown
     # The first eight bytes of a PNG file.
@@ -99,9 +101,9 @@ def test_exact_settings_are_written_if_nothing_pays(tiny_checkpoint, texts, tmp_
 def test_float32_is_served_if_no_way_keeps_the_budget(tiny_checkpoint, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "choose", lambda *_: None)
     output = tmp_path / "tuned.toml"
-    given = ("--dtype", "auto", "--ways", "int4")
+    options = ("--dtype", "auto", "--ways", "int4")
     assert "no way keeps the budget: serve in float32" in succeeded(
-        tune(tiny_checkpoint, texts, output, *given)
+        tune(tiny_checkpoint, texts, output, *options)
     )
     assert served(output)[0] == Settings(model=str(tiny_checkpoint.folder), dtype="float32", maps=False)
 
@@ -174,8 +176,8 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
             "fit-classifier", *model_arguments(tiny_checkpoint), "--data", texts, "--output", fitted, *columns
         )
     )
-    given = ("--classifier", fitted, "--min-agreement", "0.85", "--ways", "int8-weight-only")
-    succeeded(tune(tiny_checkpoint, texts, output, *given))
+    options = ("--classifier", fitted, "--min-agreement", "0.85", "--ways", "int8-weight-only")
+    succeeded(tune(tiny_checkpoint, texts, output, *options))
     settings, engine = served(output)
     assert settings.classifier == tmp_path / "tuned.classifier"
     assert engine.decisions.labels == LinearClassifier.load(fitted).labels == ("card", "other")
@@ -184,8 +186,8 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
 
 def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_checkpoint, texts, tmp_path):
     output = tmp_path / "tuned.toml"
-    given = ("--labels", "card,other", "--min-agreement", "0.85", "--label-column", "label")
-    shown = succeeded(tune(tiny_checkpoint, texts, output, *given))
+    options = ("--labels", "card,other", "--min-agreement", "0.85", "--label-column", "label")
+    shown = succeeded(tune(tiny_checkpoint, texts, output, *options))
     assert "at least 0.85 of the decisions" in shown
     settings, engine = served(output)
     assert (settings.labels, engine.decisions.labels) == ("card,other", ("card", "other"))

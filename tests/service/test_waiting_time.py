@@ -74,8 +74,8 @@ class SimulatedQueue:
 
     def _begin_batch(self):
         batch = next(self._turn, [])
-        self._taken = [own.request for own in batch]
-        self._tokens = sum(own.prefill.tokens for own in batch)
+        self._taken = [piece.request for piece in batch]
+        self._tokens = sum(piece.prefill.tokens for piece in batch)
 
     def _end_batch(self):
         self.now += self._tokens / SPEED
@@ -129,9 +129,9 @@ def test_admitted_request_waits_about_as_long_as_allowed_at_most(requests, clien
 )
 def test_request_that_comes_again_after_retry_after_is_admitted(requests, client, lengths):
     simulated = measured_queue(max_seconds=1.0)
-    for name, own in requests:
+    for name, texts in requests:
         try:
-            simulated.add(name, *("t" * length for length in own))
+            simulated.add(name, *("t" * length for length in texts))
         except QueueFull:
             continue
     refused = simulated.flood(client, *("t" * length for length in lengths))
@@ -280,8 +280,8 @@ def test_sequences_that_leave_while_their_keys_are_looked_up_fail_nothing(monkey
     )
     queue.add(request)
 
-    def leave(own):
-        own.request.waiting.clear()  # as another thread does, if the client disconnects
+    def leave(piece):
+        piece.request.waiting.clear()  # as another thread does, if the client disconnects
         return iter(["key"])
 
     monkeypatch.setattr(Slice, "stored_as", property(leave))

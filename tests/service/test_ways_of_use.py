@@ -61,11 +61,11 @@ def texts_of(folder):
 
 
 def test_database_records_texts_in_the_template_as_lower_triangles(folder, engine):
-    given = (
+    arguments = (
         *("--corpus", folder / "texts.tsv", "--database", folder / "a.db"),
         *("--heads", "4", "--threshold", "0.9", "--prototypes", "0"),
     )
-    shown = succeeded(run("build", *options(folder), *given))
+    shown = succeeded(run("build", *options(folder), *arguments))
     database = AttentionDatabase.open(folder / "a.db")
     sequences = engine.tokenize(texts_of(folder))
     assert all(database.search.store.record_of(ids) is not None for ids in sequences)
@@ -107,11 +107,11 @@ def test_database_serves_only_uses_that_its_budget_covers(folder, tmp_path, used
 
 def test_budget_of_decisions_covers_the_labels_of_the_build_only(folder, tmp_path):
     used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels")
-    given = ("--model", folder / "model", "--dtype", "float32", *used)
+    options = ("--model", folder / "model", "--dtype", "float32", *used)
     corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
-    succeeded(run("build", *given, "card,bank", *corpus))
+    succeeded(run("build", *options, "card,bank", *corpus))
     data = ("--data", folder / "texts.tsv", "--database", tmp_path / "a.db", "--rounds", 1)
-    refused = run("evaluate", "agreement", *given, "card,lost", *data)
+    refused = run("evaluate", "agreement", *options, "card,lost", *data)
     assert refused.exit_code == 2
     assert "only with the labels that it was calibrated with" in refused.stderr
 
@@ -156,8 +156,10 @@ def test_build_evaluation_and_calibration_use_decisions_among_labels(folder):
     assert json.loads(report.read_text())["methods"][0]["score"] == 1
     random = np.random.default_rng(9)
     (folder / "unseen.txt").write_text("\n".join(random_text(random, 4) for _ in range(25)), encoding="utf-8")
-    given = ("--database", folder / "l.db", "--texts", folder / "unseen.txt", "--min-agreement", "0.4")
-    assert "mean agreement of the hits at least 0.4" in succeeded(run("calibrate", *labelled(folder), *given))
+    options = ("--database", folder / "l.db", "--texts", folder / "unseen.txt", "--min-agreement", "0.4")
+    assert "mean agreement of the hits at least 0.4" in succeeded(
+        run("calibrate", *labelled(folder), *options)
+    )
 
 
 def test_server_of_labels_compares_hits_by_decisions(folder):
@@ -198,7 +200,7 @@ def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
     loaded = []
 
     def load_only(settings, load, _listeners):
-        loaded.extend(own.checkpoint for own in load(settings, 0))
+        loaded.extend(engine.checkpoint for engine in load(settings, 0))
         sys.exit(0)
 
     monkeypatch.setattr(serve, "serve_with_workers", load_only)

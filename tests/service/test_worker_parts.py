@@ -119,7 +119,7 @@ async def two_workers(folder, engines, **settings):
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                starting(lambda own=engine: own, worker=Worker(number, 2, folder), **settings)
+                starting(lambda loaded=engine: loaded, worker=Worker(number, 2, folder), **settings)
             )
             for number, engine in enumerate(engines)
         ]

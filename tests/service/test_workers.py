@@ -186,7 +186,7 @@ def test_killed_worker_is_replaced_while_the_others_answer(servers):
     assert "worker 1 ended with code -9" in server.log
 
     # The others have the sessions of the killed worker.
-    assert {server.ask(embed({"session_id": own, "append": "b"})).status for own in sessions} == {200}
+    assert {server.ask(embed({"session_id": session, "append": "b"})).status for session in sessions} == {200}
 
 
 def test_quotas_keys_and_counts_of_keys_hold_over_all_workers(servers):
@@ -211,7 +211,7 @@ def test_sighup_lets_all_workers_read_the_keys_again(servers):
     wait_until(lambda: server.log.count("SIGHUP: read again") == 2)
     for key, status in ((NEW_KEY, 200), (KEY, 401)):
         request = embed({"inputs": "a"}, b"X-API-Key: " + key.encode())
-        answered = answers_of_all(server, 2, lambda _, own=request: own)
+        answered = answers_of_all(server, 2, lambda _, sent=request: sent)
         assert {response.status for response in answered} == {status}
 
 

@@ -28,7 +28,7 @@ def engine(folder):
 
 
 def by_label(answer):
-    return {own["label"]: own["score"] for own in answer}
+    return {entry["label"]: entry["score"] for entry in answer}
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ async def test_scores_are_those_of_the_pipeline_of_transformers(folder, engine, 
     theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
     async with serving(engine) as client:
         answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **how})
-    for own, expected in zip(answer.json(), theirs(INPUTS, LABELS, **how), strict=True):
-        assert [one["label"] for one in own] == expected["labels"]
-        np.testing.assert_allclose([one["score"] for one in own], expected["scores"], atol=FLOAT32)
+    for found, expected in zip(answer.json(), theirs(INPUTS, LABELS, **how), strict=True):
+        assert [one["label"] for one in found] == expected["labels"]
+        np.testing.assert_allclose([one["score"] for one in found], expected["scores"], atol=FLOAT32)
     assert answer.headers["X-AttnCache-Hits"] == "0/6"
 
 
 async def test_labels_that_are_classes_restrict_the_classes(engine):
     async with serving(engine) as client:
         body = {"inputs": INPUTS[0]}
-        [own] = (await client.post("/classify", json=body)).json()
+        [plain] = (await client.post("/classify", json=body)).json()
         body["labels"] = ["entailment", "neutral"]
         [restricted] = (await client.post("/classify", json=body)).json()
         body["multi_label"] = False
         [entailed] = (await client.post("/classify", json=body)).json()
-    own_scores, scores = by_label(own), by_label(restricted)
+    own_scores, scores = by_label(plain), by_label(restricted)
     assert set(own_scores) == {"entailment", "neutral", "contradiction"}
     ratio = own_scores["entailment"] / own_scores["neutral"]
     assert scores["entailment"] / scores["neutral"] == pytest.approx(ratio, rel=1e-4)
@@ -105,4 +105,6 @@ async def test_class_of_entailment_is_found_by_its_name(tmp_path):
         [answer] = (await client.post("/classify", json={"inputs": INPUTS[0], "labels": LABELS})).json()
     expected = theirs(INPUTS[0], LABELS)
     found = by_label(answer)
-    np.testing.assert_allclose([found[own] for own in expected["labels"]], expected["scores"], atol=FLOAT32)
+    np.testing.assert_allclose(
+        [found[label] for label in expected["labels"]], expected["scores"], atol=FLOAT32
+    )

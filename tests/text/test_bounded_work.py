@@ -23,17 +23,17 @@ LONGEST = 32768
 class Counting:
     """A wrapper of the real tokenizer that records the number of characters of each call."""
 
-    def __init__(self, own):
-        self._own = own
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
         self.given = []
 
     def encode(self, text, **options):
         self.given.append(len(text))
-        return self._own.encode(text, **options)
+        return self._tokenizer.encode(text, **options)
 
     def encode_batch_fast(self, texts, **options):
         self.given.append(sum(map(len, texts)))
-        return self._own.encode_batch_fast(texts, **options)
+        return self._tokenizer.encode_batch_fast(texts, **options)
 
 
 @pytest.fixture(scope="module")

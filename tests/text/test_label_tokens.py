@@ -130,11 +130,11 @@ def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
     assert distinct_prefixes(sequences) <= shared.tokens <= sum(of_each) < whole / 3
     assert alone.tokens == whole
     for at, expected in zip(range(0, len(sequences), of_texts), of_each, strict=True):
-        own = slice(at, at + of_texts)
-        assert engine.run(engine.requests(sequences[own], prompt, label_tokens)).tokens == expected
+        part = slice(at, at + of_texts)
+        assert engine.run(engine.requests(sequences[part], prompt, label_tokens)).tokens == expected
     np.testing.assert_allclose(shared.outputs, alone.outputs, atol=SUMMED)
-    for own, expected in zip(shared.log_probabilities, alone.log_probabilities, strict=True):
-        np.testing.assert_allclose(own, expected, atol=SUMMED)
+    for log_probability, expected in zip(shared.log_probabilities, alone.log_probabilities, strict=True):
+        np.testing.assert_allclose(log_probability, expected, atol=SUMMED)
 
 
 def test_labels_of_one_token_differ_as_their_log_probabilities_do(engine, oracle):
@@ -186,18 +186,20 @@ def test_every_token_of_every_label_is_read_once_from_the_fewest_possible_sequen
     if label_tokens.one_token_each:
         assert [plan.targets for plan in label_tokens.prompt.sequence_plans] == [()]
         return
-    prefixes = {own[:-1] for own in label_tokens.tokens}
+    prefixes = {tokens[:-1] for tokens in label_tokens.tokens}
     read = [
         (*plan.continuation[: len(plan.continuation) - back], token)
         for plan in label_tokens.prompt.sequence_plans
         for back, token in plan.targets
     ]
-    assert sorted(read) == sorted({own[: at + 1] for own in label_tokens.tokens for at in range(len(own))})
+    assert sorted(read) == sorted(
+        {tokens[: at + 1] for tokens in label_tokens.tokens for at in range(len(tokens))}
+    )
     ends = [plan.continuation for plan in label_tokens.prompt.sequence_plans]
     assert len(ends) == len(set(ends))
-    for own in ends:
-        assert own in prefixes
-        assert not any(other != own and other[: len(own)] == own for other in prefixes)
+    for end in ends:
+        assert end in prefixes
+        assert not any(other != end and other[: len(end)] == end for other in prefixes)
 
 
 def test_label_that_begins_another_label_needs_no_sequence_of_its_own(engine):
@@ -268,8 +270,8 @@ def test_label_follows_a_space_or_the_templates_own_white_space(folder, template
     plain = AutoTokenizer.from_pretrained(folder)
     written = template.around("where") + ("" if template.suffix == "\n" else " ")
     prompt = plain(template.around("where"))["input_ids"]
-    for label, own in zip(SEVERAL, tokenizer.continuations(template, SEVERAL), strict=True):
-        assert [*prompt, *own] == plain(written + label)["input_ids"]
+    for label, continuation in zip(SEVERAL, tokenizer.continuations(template, SEVERAL), strict=True):
+        assert [*prompt, *continuation] == plain(written + label)["input_ids"]
 
 
 def test_label_with_the_same_tokens_as_another_is_refused_with_its_index(tmp_path):
@@ -413,12 +415,12 @@ def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order
     # Sequences with targets, which share prefixes, between sequences without targets, which may reuse maps.
     sequences = engine.tokenize(texts[:4], prompt=several)
     reuse = [index % 3 == 1 for index in range(len(sequences))]
-    plans = [None if own else several.sequence_plan(index) for index, own in enumerate(reuse)]
+    plans = [None if reused else several.sequence_plan(index) for index, reused in enumerate(reuse)]
     found = prefill(engine, sequences, reuse=reuse, plans=plans)
     assert any(outcome.is_hit for outcome in found.outcomes)
     assert found.tokens < sum(map(len, sequences))
-    for index, (ids, own, plan) in enumerate(zip(sequences, reuse, plans, strict=True)):
-        alone = prefill(engine, [ids], reuse=own, plans=[plan])
+    for index, (ids, reused, plan) in enumerate(zip(sequences, reuse, plans, strict=True)):
+        alone = prefill(engine, [ids], reuse=reused, plans=[plan])
         assert (found.outcomes[index],) == alone.outcomes
         assert found.finite[index]
         np.testing.assert_allclose(found.similarities[index], alone.similarities[0], atol=FLOAT32)

@@ -47,7 +47,7 @@ pieces = st.one_of(
     st.text(max_size=20),
 )
 texts = st.builds(
-    lambda own, times: "".join(own) * times, st.lists(pieces, min_size=1, max_size=8), st.integers(1, 60)
+    lambda parts, times: "".join(parts) * times, st.lists(pieces, min_size=1, max_size=8), st.integers(1, 60)
 )
 
 
@@ -64,10 +64,10 @@ def test_first_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, text: st
         assert len(text) > max_characters(TOKENS)
         return
     whole = tokenizer.encode(text, add_special_tokens=False).ids
-    own = tokenizer.encode(part, add_special_tokens=False).ids
+    alone = tokenizer.encode(part, add_special_tokens=False).ids
     assert text.startswith(part)
-    assert own[:TOKENS] == whole[:TOKENS]
-    assert len(own) > TOKENS or part == text
+    assert alone[:TOKENS] == whole[:TOKENS]
+    assert len(alone) > TOKENS or part == text
 
 
 def test_work_is_bounded_by_tokens_and_not_by_the_text(tokenizer: Tokenizer) -> None:

@@ -46,9 +46,9 @@ def test_every_distinct_prefix_has_one_row(sequences):
 def test_every_sequence_is_found_with_its_positions_and_ends_where_it_should(sequences):
     batch = shared_wherever_possible(sequences)
     rows = rows_of(batch, sequences)
-    assert [batch.ids[own].tolist() for own in rows] == sequences
-    assert [batch.positions[own].tolist() for own in rows] == [list(range(len(ids))) for ids in sequences]
-    assert batch.in_callers_order(batch.last_rows).tolist() == [own[-1] for own in rows]
+    assert [batch.ids[row].tolist() for row in rows] == sequences
+    assert [batch.positions[row].tolist() for row in rows] == [list(range(len(ids))) for ids in sequences]
+    assert batch.in_callers_order(batch.last_rows).tolist() == [row[-1] for row in rows]
     apart, ids = batch.apart(batch.ids)
     assert apart.tree is None
     assert torch.equal(apart.ids, ids)
@@ -88,9 +88,9 @@ def test_a_row_sees_the_rows_of_the_tokens_before_it_and_no_other(sequences, bef
             found = np.zeros_like(expected)
             for offsets in batch.tree.alone:
                 for first, end in pairwise(offsets.tolist()):
-                    own = np.tril(np.ones((end - first, end - first), dtype=int))
+                    causal = np.tril(np.ones((end - first, end - first), dtype=int))
                     distance = np.subtract.outer(np.arange(end - first), np.arange(end - first))
-                    found[first:end, first:end] += own * (distance <= reach)
+                    found[first:end, first:end] += causal * (distance <= reach)
             for block in make(before, CPU):
                 columns = [*block.before.tolist(), *range(block.rows.start, block.rows.stop)]
                 found[block.rows, columns] += block.visible.numpy()
@@ -110,18 +110,18 @@ def test_a_condition_on_runs_holds_for_a_sequence_if_it_holds_on_its_whole_path(
 
 
 def test_trees_are_apart_if_a_common_beginning_saves_little():
-    first, second = ([[0, own, *range(2, 40), end] for end in (50, 51, 52)] for own in (1, 2))
+    first, second = ([[0, token, *range(2, 40), end] for end in (50, 51, 52)] for token in (1, 2))
     batch = pack_shared([*first, *second])
     assert (batch.tree.parents < 0).sum() == 2
     assert len(batch.ids) == 2 * (40 + 3)
 
 
 def test_sequences_that_share_next_to_nothing_are_packed_without_a_tree():
-    assert pack_shared([[0, own, *range(2, 40)] for own in (41, 42, 43)]).tree is None
+    assert pack_shared([[0, token, *range(2, 40)] for token in (41, 42, 43)]).tree is None
 
 
 def test_sequences_behind_many_given_tokens_share_a_beginning_that_alone_would_save_little():
-    rest = [[0, own, *range(2, 40)] for own in (41, 42, 43)]
+    rest = [[0, token, *range(2, 40)] for token in (41, 42, 43)]
     assert len(continued_prefixes(rest, ["one"] * 3, [320] * 3).ids) == 1 + 3 * 39
     assert len(continued_prefixes(rest, ["one"] * 3, [2] * 3).ids) == 3 * 40
 
@@ -136,9 +136,9 @@ def test_prompt_tokens_follow_their_sequences():
 def test_added_tokens_are_those_that_the_sequence_before_does_not_begin_with(sequences):
     expected, known = [], set()
     for ids in sequences:
-        own = prefixes_of([ids])
-        expected.append(len(own - known))
-        known = own
+        prefixes = prefixes_of([ids])
+        expected.append(len(prefixes - known))
+        known = prefixes
     assert added_tokens(sequences) == expected
 
 

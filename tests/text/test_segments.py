@@ -68,7 +68,7 @@ def test_every_span_holds_its_segment_and_the_rest_does_not_depend_on_segments(
     frame = Frame([1, 2, 3], [4, 5], room=1000, opening=opening)
     headings = [[60 + index] for index in range(len(segments))] if has_headings else None
     found = segmented(frame, segments, query, separator, headings)
-    with_tokens = [own for own in segments if own]
+    with_tokens = [segment for segment in segments if segment]
     assert [found.ids[first:end] for first, end in found.spans] == with_tokens
     assert found.opening == frame.before[:opening] == found.ids[:opening]
     tail = [*frame.before[opening:], *query, *frame.after]
@@ -160,7 +160,7 @@ def test_a_text_is_divided_at_its_separators_and_not_at_those_of_its_template(pi
     assert (found.ids, found.opening) == (ids, [1, 2])
     assert all(len(frame.before) <= first < end for first, end in found.spans)
     if rest:
-        assert [ids[first:end] for first, end in found.spans] == [own for own in segments if own]
+        assert [ids[first:end] for first, end in found.spans] == [segment for segment in segments if segment]
 
 
 def test_a_token_that_holds_a_part_of_a_separator_belongs_to_no_segment():

@@ -141,7 +141,7 @@ class Judge:
             decided = self.classifier.predict(answers)
         else:
             return None
-        return float(np.mean([own == true for own, true in zip(decided, self.truth, strict=True)]))
+        return float(np.mean([decision == true for decision, true in zip(decided, self.truth, strict=True)]))
 
 
 def measure(
@@ -162,21 +162,23 @@ def measure(
     subjects = {_EXACT: exact} if subject is exact else {_EXACT: exact, _WAY: subject}
     steps = (rounds + 1) * len(subjects), len(exact.alone)
     first, timed = alternate(
-        {name: own.run for name, own in subjects.items()}, rounds, lambda done, _: on_step(done, sum(steps))
+        {name: subject.run for name, subject in subjects.items()},
+        rounds,
+        lambda done, _: on_step(done, sum(steps)),
     )
     alone: dict[str, list[float]] = {name: [] for name in subjects}
     for index in exact.alone:
         # Text by text, because a disturbance of the machine may be shorter than all these texts together.
         _, seconds = alternate(
-            {name: partial(own.run_alone, index) for name, own in subjects.items()}, rounds
+            {name: partial(subject.run_alone, index) for name, subject in subjects.items()}, rounds
         )
-        for name, own in seconds.items():
-            alone[name] += own
+        for name, taken in seconds.items():
+            alone[name] += taken
         on_step(steps[0] + index + 1, sum(steps))
     name = _EXACT if subject is exact else _WAY
     results = first[name][1]
     answers = subject.answers(results)
-    in_batches = {name: [seconds for seconds, _ in own] for name, own in timed.items()}
+    in_batches = {name: [seconds for seconds, _ in runs] for name, runs in timed.items()}
     return MeasuredWay(
         way,
         judge.quality(answers),
@@ -201,14 +203,14 @@ def service_batches(
     batches: list[list[PrefillRequest]] = []
     tokens = BATCH_TOKENS
     texts = BATCH_SEQUENCES
-    for own in of_texts:
+    for requests in of_texts:
         before = batches[-1][-1:] if shares_prefixes and batches else []
-        added = _tokens([*before, *own], shares_prefixes) - _tokens(before, shares_prefixes)
-        count = 1 if shares_prefixes else len(own)
+        added = _tokens([*before, *requests], shares_prefixes) - _tokens(before, shares_prefixes)
+        count = 1 if shares_prefixes else len(requests)
         if not batches or tokens + added > BATCH_TOKENS or texts + count > BATCH_SEQUENCES:
             batches.append([])
-            tokens, texts, added = 0, 0, _tokens(own, shares_prefixes)
-        batches[-1] += own
+            tokens, texts, added = 0, 0, _tokens(requests, shares_prefixes)
+        batches[-1] += requests
         tokens, texts = tokens + added, texts + count
     return batches
 

@@ -84,8 +84,8 @@ class Results:
 
     def find(self, way: Way, of_maps: Budget | None) -> MeasuredWay | None:
         """Return the figures of a way; None if it was not measured with a database for this budget."""
-        found = (own.measured for own in self._content.measured if own.of_maps == of_maps)
-        return next((own for own in found if own.way == way), None)
+        found = (entry.measured for entry in self._content.measured if entry.of_maps == of_maps)
+        return next((measured for measured in found if measured.way == way), None)
 
     def add(self, measured: MeasuredWay, of_maps: Budget | None) -> None:
         """Keep the figures of a way. Raises OSError if the file cannot be written."""

@@ -49,11 +49,11 @@ class Search:
 
     def combine(self) -> None:
         """Measure combinations of the parts that pay, two parts first, while they get faster."""
-        found = [own for of_kind in self._parts.values() for own in of_kind]
+        found = [measured for of_kind in self._parts.values() for measured in of_kind]
         while found:
             found = [
                 better
-                for first in sorted(found, key=lambda own: -own.speed)
+                for first in sorted(found, key=lambda measured: -measured.speed)
                 # In the order of the kinds only, so that no combination is met twice.
                 for kind in KINDS[1 + max(map(KINDS.index, first.way.parts)) :]
                 if (better := self._best_with(first, kind))
@@ -61,7 +61,7 @@ class Search:
 
     def _best_with(self, first: MeasuredWay, kind: str) -> MeasuredWay | None:
         """Return the fastest way of `first` and one part of this kind that keeps the budget and pays."""
-        for part in sorted(self._parts[kind], key=lambda own: -own.speed):
+        for part in sorted(self._parts[kind], key=lambda measured: -measured.speed):
             way = first.way.with_part(part.way)
             measured = self._measure(way) if way else None
             if measured and measured.quality.keeps(self._budget):
@@ -87,10 +87,10 @@ def choose(measured: Sequence[MeasuredWay], budget: Budget, min_gain: float) -> 
     is chosen: so quality is not spent on a gain that may be noise, and the exact model is chosen if nothing
     pays.
     """
-    inside = [own for own in measured if own.quality.keeps(budget)]
-    inside = [own for own in inside if own.speed_alone >= 1 - min_gain] or inside
+    inside = [way for way in measured if way.quality.keeps(budget)]
+    inside = [way for way in inside if way.speed_alone >= 1 - min_gain] or inside
     if not inside:
         return None
-    fastest = max(own.speed for own in inside)
-    near = [own for own in inside if own.speed * (1 + min_gain) >= fastest]
-    return max(near, key=lambda own: (own.quality.mean, own.speed))
+    fastest = max(way.speed for way in inside)
+    near = [way for way in inside if way.speed * (1 + min_gain) >= fastest]
+    return max(near, key=lambda way: (way.quality.mean, way.speed))

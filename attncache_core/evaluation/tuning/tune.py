@@ -62,14 +62,14 @@ class Texts:
         return Texts([self.texts[index] for index in indices], labels)
 
 
-def split(given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int) -> tuple[Texts, Texts]:
+def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, maximum: int) -> tuple[Texts, Texts]:
     """Split texts at random into those that choose and those that measure, which are half of them.
 
     sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
-    left out. needed: the fewest texts to measure on. most: the most texts to measure on; the others choose.
-    Raises InvalidInput if there are too few texts.
+    left out. needed: the fewest texts to measure on. maximum: the most texts to measure on; the others
+    choose. Raises InvalidInput if there are too few texts.
     """
-    if most < needed:
+    if maximum < needed:
         raise InvalidInput(
             f"sample must be at least {needed}: fewer texts cannot prove that the budget is kept",
             field="sample",
@@ -83,8 +83,8 @@ def split(given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: i
             "a smaller min_agreement, needs fewer)",
             field="texts",
         )
-    measuring = min(most, len(distinct) // 2)
-    return given.rows(distinct[measuring:]), given.rows(distinct[:measuring])
+    measuring = min(maximum, len(distinct) // 2)
+    return texts.rows(distinct[measuring:]), texts.rows(distinct[:measuring])
 
 
 _RANKING_TEXTS = 500  # choosing texts on which layers are ranked
@@ -232,16 +232,16 @@ class Tuning:
             of_maps = self._budget_of_maps(way) if way.maps and not self.database else None
             found = self.results.find(way, of_maps)
             with self._text_numbers(self.measuring):
-                own = found or self._measure_now(way, of_maps)
+                measured = found or self._measure_now(way, of_maps)
         except AttnCacheError as error:
             self.failed[way.name] = str(error)
             self.events.failed(way.name, str(error))
             return None
         if found is None:
-            self.results.add(own, of_maps)
-        self.measured[way] = own
-        self.events.measured(own, found is not None)
-        return own
+            self.results.add(measured, of_maps)
+        self.measured[way] = measured
+        self.events.measured(measured, found is not None)
+        return measured
 
     def _measure_now(self, way: Way, of_maps: Budget | None) -> MeasuredWay:
         timed = partial(

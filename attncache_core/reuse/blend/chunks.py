@@ -119,11 +119,11 @@ class Blend:
         (_, end), *others = spans
         chunks = [Chunk(0, 0, key_values.whole(ids[:end], salt))]
         for first, end in others:
-            own = key_values.whole([*opening, *ids[first:end]], salt)
-            chunks.append(Chunk(first, len(opening), own))
-        given = sum(chunk.length for chunk in chunks)
-        again = recomputation.ratio * (given - chunks[0].length)
-        return cls(tuple(chunks), recomputation, len(ids) - given + round(again))
+            prefix_key = key_values.whole([*opening, *ids[first:end]], salt)
+            chunks.append(Chunk(first, len(opening), prefix_key))
+        cached = sum(chunk.length for chunk in chunks)
+        again = recomputation.ratio * (cached - chunks[0].length)
+        return cls(tuple(chunks), recomputation, len(ids) - cached + round(again))
 
 
 class ChunkReport(NamedTuple):
@@ -150,12 +150,12 @@ class BlendReport:
 
     def tokens_by_state(self) -> tuple[int, int, int]:
         """Return the tokens that were used as they were stored, computed again, and not stored before."""
-        again = sum(min(own.recomputed, own.cached) for own in self.chunks)
-        cached = sum(own.cached for own in self.chunks)
-        return cached - again, again, sum(own.tokens for own in self.chunks) - cached
+        again = sum(min(chunk.recomputed, chunk.cached) for chunk in self.chunks)
+        cached = sum(chunk.cached for chunk in self.chunks)
+        return cached - again, again, sum(chunk.tokens for chunk in self.chunks) - cached
 
 
-def deviations(given: np.ndarray, computed: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def deviations(cached: np.ndarray, computed: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Return the squared L2 distance of two sets of slots, token by token: float32 [tokens].
 
     given, computed: uint8 [tokens, slot bytes], K and V of all heads as `dtype`; for latent attention, the
@@ -163,7 +163,7 @@ def deviations(given: np.ndarray, computed: np.ndarray, dtype: torch.dtype) -> n
     distance between keys at one position. What is not finite deviates infinitely.
     """
     one, other = (
-        torch.from_numpy(np.ascontiguousarray(own)).view(dtype).float() for own in (given, computed)
+        torch.from_numpy(np.ascontiguousarray(slots)).view(dtype).float() for slots in (cached, computed)
     )
     found: np.ndarray = (one - other).square().sum(1).numpy()
     return np.where(np.isfinite(found), found, np.inf).astype(np.float32)

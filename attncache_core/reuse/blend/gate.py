@@ -67,11 +67,11 @@ class BlendGate:
     def ratios(self) -> list[float]:
         """The ratios that may be served, rising: from the least one on, all ratios keep the budget."""
         served: list[float] = []
-        for own in reversed(self.measured):
-            if not own.keeps_budget:
+        for measured in reversed(self.measured):
+            if not measured.keeps_budget:
                 break
-            served.append(own.ratio)
-        pays = {own.ratio for own in self.measured if own.serves}
+            served.append(measured.ratio)
+        pays = {measured.ratio for measured in self.measured if measured.serves}
         return [ratio for ratio in reversed(served) if ratio in pays]
 
     @property
@@ -94,7 +94,7 @@ class BlendGate:
             return None
         if self.steps and self.ratios:
             return "verified answers did not keep the budget"
-        if not any(own.keeps_budget for own in self.measured):
+        if not any(measured.keeps_budget for measured in self.measured):
             return "no recompute ratio kept the budget"
         return "no recompute ratio that kept the budget saved time"
 
@@ -140,7 +140,7 @@ def read_gate(path: Path) -> BlendGate:
         raise InvalidInput(
             f"{path} has format {gate.format}, and {FORMAT} is read; calibrate again", field="blend"
         )
-    ratios = [own.ratio for own in gate.measured]
+    ratios = [measured.ratio for measured in gate.measured]
     if ratios != sorted(set(ratios)):
         raise InvalidInput(f"{path} holds ratios that do not rise; calibrate again", field="blend")
     return gate
@@ -158,15 +158,15 @@ def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> tuple
     If the file was tightened meanwhile, its steps count instead. A file that cannot be locked or written, or
     that was calibrated again, stays as it is. Returns also whether the file holds the step.
     """
-    own, is_kept = gate.tightened(), False
+    tightened, is_kept = gate.tightened(), False
     try:
         with locked_within(path, patience_seconds) as is_locked:
             if is_locked:
                 kept = read_gate(path)
                 if kept.is_of(gate):
-                    own = replace(own, steps=max(own.steps, kept.steps))
-                    write_gate(path, own)
+                    tightened = replace(tightened, steps=max(tightened.steps, kept.steps))
+                    write_gate(path, tightened)
                     is_kept = True
     except (OSError, InvalidInput):
         pass
-    return own, is_kept
+    return tightened, is_kept

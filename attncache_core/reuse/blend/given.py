@@ -39,8 +39,8 @@ class GivenChunks:
         self.exact_tokens = 0  # at the front
         self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
         self._sources: list[tuple[slice, np.ndarray, slice]] = []  # positions; blocks, and tokens in them
-        given = zip(parts, self._reservation.given, self._reservation.given_tokens, strict=True)
-        for (first, skipped, _), blocks, tokens in given:
+        found = zip(parts, self._reservation.given, self._reservation.given_tokens, strict=True)
+        for (first, skipped, _), blocks, tokens in found:
             if tokens <= skipped:
                 continue
             places = np.array([block.place for block in blocks])

@@ -62,10 +62,10 @@ def cheapest_device(
     if not devices:
         raise ValueError("there is no device to choose from")
     per_token = speeds.recompute_seconds(ratio, 1)
-    hidden = [own for own in devices if speeds.token_bytes / own.bytes_per_second <= per_token]
+    hidden = [device for device in devices if speeds.token_bytes / device.bytes_per_second <= per_token]
     if hidden:
-        return min(hidden, key=lambda own: (own.cost_per_gb_hour, -own.bytes_per_second)), True
-    return max(devices, key=lambda own: own.bytes_per_second), False
+        return min(hidden, key=lambda device: (device.cost_per_gb_hour, -device.bytes_per_second)), True
+    return max(devices, key=lambda device: device.bytes_per_second), False
 
 
 def cost_per_hour(device: Device, token_bytes: int, tokens: int) -> float:

@@ -43,14 +43,14 @@ class SlotAttention:
 
         x: the input of attention, [tokens, hidden]. Result: [tokens, heads, head_dim].
         """
-        own_query, own = layer.projections.query_and_slots(x, self._batch.positions)
-        self._keep(number, own)
-        slots = own.new_zeros(len(self._positions), own.shape[1])
+        own_query, computed = layer.projections.query_and_slots(x, self._batch.positions)
+        self._keep(number, computed)
+        slots = computed.new_zeros(len(self._positions), computed.shape[1])
         if self._slots.scattered:
-            slots[:] = self._given(number, own)  # the slots of the rows are among them
+            slots[:] = self._given(number, computed)  # the slots of the rows are among them
         else:
-            slots[self._rows] = own
-            slots[self._given_rows] = self._given(number, own)
+            slots[self._rows] = computed
+            slots[self._given_rows] = self._given(number, computed)
         query = own_query.new_zeros(len(slots), *own_query.shape[1:])
         query[self._rows] = own_query
         key, value = layer.projections.keys_and_values(slots, self._positions)
@@ -81,16 +81,16 @@ class SlotAttention:
         found = torch.frombuffer(numbers, dtype=like.dtype) if numbers else like.new_zeros(0)
         return found.view(-1, like.shape[1]).to(like.device)
 
-    def _keep(self, number: int, own: torch.Tensor) -> None:
+    def _keep(self, number: int, computed: torch.Tensor) -> None:
         kept, kept_rows = self._slots.kept, self._slots.kept_rows
         if kept is not None and kept_rows is not None:
-            rows = own.cpu().contiguous()
+            rows = computed.cpu().contiguous()
             width = rows.shape[1] * rows.element_size()
             for row, address in zip(kept_rows.tolist(), kept.tolist(), strict=True):
                 to = address + number * self._slots.layer_bytes
                 ctypes.memmove(to, rows[row].data_ptr(), width)
         if self._slots.written is not None:
-            self._slots.written[number] += len(own)
+            self._slots.written[number] += len(computed)
 
 
 def _among_given(batch: TokenBatch) -> tuple[PrefixTree, np.ndarray]:

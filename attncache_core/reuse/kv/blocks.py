@@ -70,8 +70,8 @@ def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
     size = BLOCK_TOKENS * TOKEN_BYTES
     names: list[BlockName] = []
     if like.root == root:
-        most = min(len(tokens), len(like.tokens)) // size
-        names = like.names[: common_front(most, lambda end: tokens.startswith(like.tokens[: end * size]))]
+        maximum = min(len(tokens), len(like.tokens)) // size
+        names = like.names[: common_front(maximum, lambda end: tokens.startswith(like.tokens[: end * size]))]
     parent = names[-1].key if names else root
     for first in range(len(names) * size, len(tokens), size):
         names.append(child(parent, tokens[first : first + size]))
@@ -79,14 +79,14 @@ def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
     return Chain(root, tokens, names)
 
 
-def common_front(most: int, begins_alike: Callable[[int], bool]) -> int:
+def common_front(maximum: int, begins_alike: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` for which `begins_alike` is true.
 
     It is true for all smaller numbers, and for no larger one.
     """
-    if most and begins_alike(most):
-        return most
-    low, high = 0, most  # begins_alike(low) is true, and begins_alike(high) is not
+    if maximum and begins_alike(maximum):
+        return maximum
+    low, high = 0, maximum  # begins_alike(low) is true, and begins_alike(high) is not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if begins_alike(middle) else (low, middle)

@@ -105,7 +105,7 @@ class DistinctSessions:
     thread-safe.
     """
 
-    MOST = 2**18
+    MAX = 2**18
 
     def __init__(self, window_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._window_seconds = window_seconds
@@ -116,7 +116,7 @@ class DistinctSessions:
         """Record that `session` is used now."""
         self._last_use[session] = self._clock()
         self._last_use.move_to_end(session)
-        if len(self._last_use) > self.MOST:
+        if len(self._last_use) > self.MAX:
             self._last_use.popitem(last=False)
         self._forget_old()
 

@@ -39,19 +39,21 @@ class Continuation:
 
         load: whether saved blocks may be loaded.
         """
-        if not all(own.ids for own in sequences):
+        if not all(sequence.ids for sequence in sequences):
             raise ValueError("a sequence needs at least one token")
-        asked = [index for index, own in enumerate(sequences) if own.prefix_key]
-        reservation = store.begin([own.prefix_key for own in sequences if own.prefix_key], load)
+        storable = [index for index, sequence in enumerate(sequences) if sequence.prefix_key]
+        reservation = store.begin(
+            [sequence.prefix_key for sequence in sequences if sequence.prefix_key], load
+        )
         self._store, self._reservation = store, reservation
-        self.lengths = np.array([len(own.ids) for own in sequences], dtype=np.int64)
-        self.skipped = np.array([own.skipped for own in sequences], dtype=np.int64)
+        self.lengths = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
+        self.skipped = np.array([sequence.skipped for sequence in sequences], dtype=np.int64)
         self.given_tokens = np.zeros(len(sequences), dtype=np.int64)
-        self.given_tokens[asked] = reservation.given_tokens
+        self.given_tokens[storable] = reservation.given_tokens
         self._given: list[list[Block]] = [[] for _ in sequences]
-        for index, given in zip(asked, reservation.given, strict=True):
-            self._given[index] = given
-        self._new = [new._replace(sequence=asked[new.sequence]) for new in reservation.new]
+        for index, blocks in zip(storable, reservation.given, strict=True):
+            self._given[index] = blocks
+        self._new = [new._replace(sequence=storable[new.sequence]) for new in reservation.new]
         # The sequences with tokens that are not given, as indices of `sequences`, int64 [n].
         self.computed = np.flatnonzero(self.given_tokens < self.lengths)
         try:
@@ -63,14 +65,16 @@ class Continuation:
     def _packed(self, sequences: Sequence[Continued]) -> TokenBatch:
         """Return the tokens that are not given, as a tree of the computed sequences."""
         chosen = self.computed.tolist()
-        given = self.given_tokens[chosen].tolist()
+        cached = self.given_tokens[chosen].tolist()
         groups: list[Hashable] = []
-        for index, count in zip(chosen, given, strict=True):
-            own = sequences[index]
-            end = self._given[index][-1].name.key if count else own.prefix_key and own.prefix_key.root
-            groups.append((own.group, own.skipped, end))
-        rest = [sequences[index].ids[count:] for index, count in zip(chosen, given, strict=True)]
-        found = continued_prefixes(rest, groups, given)
+        for index, count in zip(chosen, cached, strict=True):
+            sequence = sequences[index]
+            end = (
+                self._given[index][-1].name.key if count else sequence.prefix_key and sequence.prefix_key.root
+            )
+            groups.append((sequence.group, sequence.skipped, end))
+        rest = [sequences[index].ids[count:] for index, count in zip(chosen, cached, strict=True)]
+        found = continued_prefixes(rest, groups, cached)
         lengths = np.diff(found.tree.offsets)
         return TokenBatch(torch.from_numpy(found.ids), lengths, found.order, tree=found.tree)
 
@@ -92,12 +96,12 @@ class Continuation:
     def slots(self) -> KeyValueSlots:
         """Return where the given keys and values are, and where those of the rows are to be written."""
         pool, layout = self._store.memory.pool, self._store.layout
-        given = [self._given[index] for index in self._of_trees]
+        of_trees = [self._given[index] for index in self._of_trees]
         return KeyValueSlots(
             BLOCK_TOKENS,
             layout.layer_bytes,
-            pool.addresses([block.place for own in given for block in own]),
-            np.cumsum([0, *map(len, given)]),
+            pool.addresses([block.place for blocks in of_trees for block in blocks]),
+            np.cumsum([0, *map(len, of_trees)]),
             *self._kept(),
             self._reservation.loading.ready if self._reservation.loading else None,
         )
@@ -106,8 +110,8 @@ class Continuation:
         """Return how the sequences are pooled, and where the states of new blocks are to be written."""
         pool = self._store.memory.pool
         has_given, order = np.flatnonzero(self.given_tokens), np.argsort(self._ends, kind="stable")
-        given = np.zeros(len(self.lengths), dtype=np.uint64)
-        given[has_given] = pool.state_addresses(
+        states = np.zeros(len(self.lengths), dtype=np.uint64)
+        states[has_given] = pool.state_addresses(
             [self._given[index][-1].place for index in has_given.tolist()]
         )
         ends = np.full(len(self.lengths), -1, dtype=np.int64)
@@ -116,7 +120,7 @@ class Continuation:
             parents = self._tree.parents
             ends[self.computed[self.batch.order]] = self._tree.ends
         kept = pool.state_addresses([new.block.place for new in self._new])
-        return TreePooling(parents, ends, self.lengths, given, self._ends[order], kept[order])
+        return TreePooling(parents, ends, self.lengths, states, self._ends[order], kept[order])
 
     def wait_until_loaded(self) -> None:
         """Wait for given blocks that are being loaded. Raises DamagedBlock: nothing of the batch is right."""
@@ -167,9 +171,9 @@ class Continuation:
         """Return the states of the sequences after their given tokens, float32 [sequences, 5, width]."""
         pool = self._store.memory.pool
         states = empty_states(len(self.lengths), self._store.layout.width)
-        for index, given in enumerate(self._given):
-            if given:
-                states[index] = pool.state(given[-1].place)
+        for index, blocks in enumerate(self._given):
+            if blocks:
+                states[index] = pool.state(blocks[-1].place)
         return states
 
     def states(self, hidden: np.ndarray) -> np.ndarray:
@@ -181,8 +185,8 @@ class Continuation:
         rows = np.concatenate([self._rows(self.computed, self.lengths[self.computed] - 1), self._ends])
         found = running_states(hidden, self._tree, states[of_trees], self.skipped[of_trees], rows)
         states[self.computed] = found[: len(self.computed)]
-        for new, own in zip(self._new, found[len(self.computed) :], strict=True):
-            self._store.memory.pool.state(new.block.place)[:] = own
+        for new, state in zip(self._new, found[len(self.computed) :], strict=True):
+            self._store.memory.pool.state(new.block.place)[:] = state
         return states
 
     def finish(self, finite: np.ndarray) -> None:

@@ -89,6 +89,6 @@ class KeyValueReuse:
         source = self.prefix_key(ids, plan, salt, passing=passing)
         if not kept or not self._reads_last:
             return None
-        own = truncated_salt(source, kept)
-        stored = store_truncated(self.store, source, kept, lambda ids: self.whole(ids, own))
-        return own if stored else None
+        kept_salt = truncated_salt(source, kept)
+        stored = store_truncated(self.store, source, kept, lambda ids: self.whole(ids, kept_salt))
+        return kept_salt if stored else None

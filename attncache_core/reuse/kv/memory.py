@@ -48,10 +48,10 @@ class PrefixKey(NamedTuple):
         """The sequence as blocks."""
         return Chain(self.root, self.tokens, self.names)
 
-    def common_blocks(self, other: PrefixKey, most: int) -> int:
+    def common_blocks(self, other: PrefixKey, maximum: int) -> int:
         """Return how many of the first `most` blocks have one name object in both sequences."""
-        most = min(len(self.names), len(other.names), most)
-        return common_front(most, lambda end: self.names[end - 1] is other.names[end - 1])
+        maximum = min(len(self.names), len(other.names), maximum)
+        return common_front(maximum, lambda end: self.names[end - 1] is other.names[end - 1])
 
     def short_block(self, parent: bytes, first: int, length: int) -> BlockName | None:
         """Return the name of the block of `length` tokens from token `first`, if it may be given."""
@@ -63,9 +63,9 @@ class PrefixKey(NamedTuple):
 def names_once(sequences: Iterable[PrefixKey]) -> Iterator[list[BlockName]]:
     """Yield the names of each sequence's blocks, without those that it has from the sequence before it."""
     last: PrefixKey | None = None
-    for own in sequences:
-        yield own.names[last.common_blocks(own, len(own.names)) if last else 0 :]
-        last = own
+    for sequence in sequences:
+        yield sequence.names[last.common_blocks(sequence, len(sequence.names)) if last else 0 :]
+        last = sequence
 
 
 @dataclass(eq=False, slots=True)

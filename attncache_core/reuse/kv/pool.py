@@ -75,8 +75,8 @@ class BlockPool:
         """Return the slots of one layer in all places, a view uint8 [places, BLOCK_TOKENS, slot_bytes]."""
         layout = self.layout
         every = self._bytes[: self.places * layout.block_bytes].reshape(self.places, layout.block_bytes)
-        own = every[:, number * layout.layer_bytes : (number + 1) * layout.layer_bytes]
-        return own.reshape(self.places, BLOCK_TOKENS, layout.slot_bytes)
+        of_layer = every[:, number * layout.layer_bytes : (number + 1) * layout.layer_bytes]
+        return of_layer.reshape(self.places, BLOCK_TOKENS, layout.slot_bytes)
 
     def state(self, place: int) -> np.ndarray:
         """Return a place's pooled state, float32 [STATE_ROWS, width], which may be written."""

@@ -103,11 +103,11 @@ class KeyValueStore:
         """
         with self._changed:
             known = self._known_after_waiting(sequences)
-            asked = sum(len(own.tokens) for own in sequences) // TOKEN_BYTES
-            reservation = self._given(known, asked)
+            tokens = sum(len(sequence.tokens) for sequence in sequences) // TOKEN_BYTES
+            reservation = self._given(known, tokens)
             self.memory.touch(sequences, known)
-            for index, (own, found) in enumerate(zip(sequences, known, strict=True)):
-                self._reserve(reservation, index, own.names, found.tokens // BLOCK_TOKENS)
+            for index, (sequence, found) in enumerate(zip(sequences, known, strict=True)):
+                self._reserve(reservation, index, sequence.names, found.tokens // BLOCK_TOKENS)
         transfers = self._loading_tier if load else None
         if transfers and reservation.new:
             try:
@@ -179,7 +179,7 @@ class KeyValueStore:
     def holding(self, sequences: Sequence[PrefixKey]) -> Iterator[None]:
         """Keep what memory has of some sequences in memory while the `with` block runs."""
         with self._changed:
-            held = [block for own in sequences for block in self.memory.known(own).blocks]
+            held = [block for sequence in sequences for block in self.memory.known(sequence).blocks]
             self.memory.use(held)
         try:
             yield
@@ -220,7 +220,7 @@ class KeyValueStore:
         Their blocks leave last, and saved blocks of the first sequences are fetched into memory, as far as
         memory has room (CachedAttention, section 3.3).
         """
-        blocks = max(1, sum(len(own.names) for own in sequences) // max(1, len(sequences)))
+        blocks = max(1, sum(len(sequence.names) for sequence in sequences) // max(1, len(sequences)))
         size = blocks * self.layout.block_bytes
         memory = self.memory.pool.places * self.layout.block_bytes
         disk = self.transfers.disk.most_bytes if self.transfers else 0
@@ -230,8 +230,12 @@ class KeyValueStore:
             self.memory.expect(keys)
         self.expected = frozenset(keys)
         if self._loading_tier and self.transfers:
-            saved = [own for own in sequences[: window_length(memory, size)] if self.lookup(own).disk]
-            self.transfers.prefetch([partial(self.fetch, own) for own in saved])
+            saved = [
+                sequence
+                for sequence in sequences[: window_length(memory, size)]
+                if self.lookup(sequence).disk
+            ]
+            self.transfers.prefetch([partial(self.fetch, sequence) for sequence in saved])
 
     def fetch(self, prefix_key: PrefixKey) -> None:
         """Load the saved blocks of a sequence into memory, and return when they are loaded."""
@@ -278,26 +282,26 @@ class KeyValueStore:
         """Return what is known of sequences, once no other batch computes or loads what comes next."""
         deadline = time.monotonic() + _MAX_WAITING_SECONDS
         while True:
-            known = [self.memory.known(own) for own in sequences]
-            awaited = any(own.following and own.following.key in self._claimed for own in known)
+            known = [self.memory.known(sequence) for sequence in sequences]
+            awaited = any(found.following and found.following.key in self._claimed for found in known)
             if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                 return known
 
     def _given(self, known: Sequence[Known], asked_tokens: int = 0) -> Reservation:
         """Return a reservation that gives what is known, and keeps it from leaving."""
-        given, tokens = [own.blocks for own in known], [own.tokens for own in known]
-        held = list(dict.fromkeys(chain.from_iterable(given)))
+        blocks, tokens = [found.blocks for found in known], [found.tokens for found in known]
+        held = list(dict.fromkeys(chain.from_iterable(blocks)))
         self.memory.use(held)
-        return Reservation(given, tokens, held, asked_tokens, generation=self._generation)
+        return Reservation(blocks, tokens, held, asked_tokens, generation=self._generation)
 
     def _reserve(
-        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], given: int
+        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], count: int
     ) -> None:
         """Reserve places for the blocks of a sequence that nobody has, computes or loads.
 
         given: the first blocks, which are in memory.
         """
-        for index, name in enumerate(names[given:], given):
+        for index, name in enumerate(names[count:], count):
             if name.key not in self.memory and name.key not in self._claimed:
                 block = self._claim(name)
                 if block is None:
@@ -317,9 +321,9 @@ class KeyValueStore:
         """Give the saved blocks of sequences to a reservation. The caller does not hold the lock."""
         claimed = {new.block.name.key: new.block for new in reservation.new}
         opened: dict[bytes, tuple[OpenBlock, Block]] = {}
-        for own in sequences:
-            parent, walked = own.root, 0
-            for name in own.names[: own.max_given // BLOCK_TOKENS]:
+        for sequence in sequences:
+            parent, walked = sequence.root, 0
+            for name in sequence.names[: sequence.max_given // BLOCK_TOKENS]:
                 if name.key not in opened and name.key not in self.memory:
                     block = claimed.get(name.key)
                     file = transfers.disk.open(name) if block else None
@@ -327,7 +331,7 @@ class KeyValueStore:
                         break
                     opened[name.key] = file, block
                 parent, walked = name.key, walked + BLOCK_TOKENS
-            self._open_short(transfers, reservation, own, parent, walked, claimed, opened)
+            self._open_short(transfers, reservation, sequence, parent, walked, claimed, opened)
         if not opened:
             return None
         pool = self.memory.pool
@@ -342,7 +346,7 @@ class KeyValueStore:
         self,
         transfers: Transfers,
         reservation: Reservation,
-        own: PrefixKey,
+        sequence: PrefixKey,
         parent: bytes,
         first: int,
         claimed: dict[bytes, Block],
@@ -350,7 +354,7 @@ class KeyValueStore:
     ) -> None:
         """Open the longest saved block with fewer than BLOCK_TOKENS tokens, without holding the lock."""
         for length in range(BLOCK_TOKENS - 1, 0, -1):
-            name = own.short_block(parent, first, length)
+            name = sequence.short_block(parent, first, length)
             if name is None or name.key in opened:
                 continue
             file = transfers.disk.open(name)
@@ -374,7 +378,7 @@ class KeyValueStore:
         """Move opened blocks from the new blocks of a reservation to the given ones."""
         reservation.new = [new for new in reservation.new if new.block.name.key not in opened]
         reservation.loaded = list(opened.values())
-        now = self._given([self.memory.known(own, opened) for own in sequences])
+        now = self._given([self.memory.known(sequence, opened) for sequence in sequences])
         self.memory.release(reservation.held)
         reservation.given, reservation.given_tokens, reservation.held = now.given, now.given_tokens, now.held
 
@@ -384,12 +388,12 @@ class KeyValueStore:
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
-        counts, loaded, given = self.counts, set(reservation.loaded), set(reservation.held)
+        counts, loaded, held = self.counts, set(reservation.loaded), set(reservation.held)
         counts.sequences += len(reservation.given)
         counts.asked_tokens += reservation.asked_tokens
         counts.given_tokens += sum(reservation.given_tokens)
-        counts.given_blocks["disk"] += len(given & loaded)
-        counts.given_blocks["memory"] += len(given - loaded)
+        counts.given_blocks["disk"] += len(held & loaded)
+        counts.given_blocks["memory"] += len(held - loaded)
 
     def _save(self, block: Block) -> None:
         if self.transfers:
@@ -407,7 +411,7 @@ class KeyValueStore:
         if not reservation.is_open:
             return
         reservation.is_open = False
-        own = [*(new.block for new in reservation.new), *reservation.loaded]
-        self._claimed.difference_update(block.name.key for block in own)
-        self.memory.release([*own, *reservation.held])
+        blocks = [*(new.block for new in reservation.new), *reservation.loaded]
+        self._claimed.difference_update(block.name.key for block in blocks)
+        self.memory.release([*blocks, *reservation.held])
         self._changed.notify_all()

@@ -59,11 +59,11 @@ def store_truncated(
         store.abandon(source)
 
 
-def _copy(store: KeyValueStore, given: Sequence[Block], positions: Sequence[int], block: Block) -> None:
+def _copy(store: KeyValueStore, blocks: Sequence[Block], positions: Sequence[int], block: Block) -> None:
     """Fill a block with the slots of tokens at these positions. Its pooled state is unknown."""
     pool = store.memory.pool
     to = pool.slots(block.place)
     for at, position in enumerate(positions):
-        source = pool.slots(given[position // BLOCK_TOKENS].place)
+        source = pool.slots(blocks[position // BLOCK_TOKENS].place)
         to[:, at] = source[:, position % BLOCK_TOKENS]
     pool.state(block.place)[:] = np.nan

@@ -101,12 +101,12 @@ def damaged_records(store: AttentionMapStore) -> Iterator[str]:
 
 def _kinds(search: SearchEngine, length: int, stored: int) -> np.ndarray:
     """Return the RecordKind of each record of a length according to the prototypes; -1 if unknown."""
-    own = search.prototypes.lengths == length
-    kinds = np.full(stored + int(own.sum()), -1)
+    of_length = search.prototypes.lengths == length
+    kinds = np.full(stored + int(of_length.sum()), -1)
     kinds[:stored] = RecordKind.STORED
-    records = search.prototypes.records[own]
+    records = search.prototypes.records[of_length]
     valid = (records >= stored) & (records < len(kinds))
-    kinds[records[valid]] = search.prototypes.kinds[own][valid]
+    kinds[records[valid]] = search.prototypes.kinds[of_length][valid]
     return kinds
 
 

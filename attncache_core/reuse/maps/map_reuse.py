@@ -132,7 +132,9 @@ class MapReuse(ReuseStrategy):
                 paying=None if paying is None else frozenset(paying),
                 least_tokens=gain.least_tokens if gain else 0,
                 saved_per_token={
-                    index: own.saved_per_token for index, own in gain.groups.items() if own.saved_per_token
+                    index: group.saved_per_token
+                    for index, group in gain.groups.items()
+                    if group.saved_per_token
                 }
                 if gain
                 else {},

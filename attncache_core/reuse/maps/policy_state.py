@@ -106,9 +106,9 @@ class ServedPolicy:
         if self.reuse_off or not self._calibrated.budget.binds:
             return None
         windows = tuple((window, tuple(fidelities)) for window, fidelities in new.items())
-        own = Tightened(self.policy.steps, windows)
+        tightened = Tightened(self.policy.steps, windows)
         try:
-            kept = merge_tightened(self._folder, self._calibrated, own, patience_seconds)
+            kept = merge_tightened(self._folder, self._calibrated, tightened, patience_seconds)
         except CorruptDatabase as error:
             self._stop(str(error))
             return None

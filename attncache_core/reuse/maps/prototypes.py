@@ -75,11 +75,11 @@ class PrototypeIndex:
             return np.full(len(lengths), -1), np.full(len(lengths), np.inf, dtype=np.float32)
         rows = np.full(len(lengths), first)
         if end - first > 1:
-            own = slice(first, end)
+            columns = slice(first, end)
             scores = torch.addmm(
-                part.squares[own], torch.from_numpy(features), part.transposed[:, own], alpha=-2.0
+                part.squares[columns], torch.from_numpy(features), part.transposed[:, columns], alpha=-2.0
             ).numpy()
-            scores[lengths[:, None] != part.lengths[own]] = np.inf
+            scores[lengths[:, None] != part.lengths[columns]] = np.inf
             rows += scores.argmin(axis=1)
         # The distance is computed again, because the scores depend on the batch by rounding.
         distances = distances_between(features, part.features[rows])

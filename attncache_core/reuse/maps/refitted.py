@@ -25,9 +25,9 @@ def write_refitted(folder: Path, products: Sequence[LastProducts] | None) -> Non
         return
     tensors = {}
     for name in LastProducts._fields:
-        layers: list[LinearWeights] = [getattr(own, name) for own in products]
-        tensors[f"{name}.weight"] = torch.stack([own.weight for own in layers])
-        tensors[f"{name}.bias"] = torch.stack([own.bias for own in layers if own.bias is not None])
+        layers: list[LinearWeights] = [getattr(layer, name) for layer in products]
+        tensors[f"{name}.weight"] = torch.stack([layer.weight for layer in layers])
+        tensors[f"{name}.bias"] = torch.stack([layer.bias for layer in layers if layer.bias is not None])
     write_whole(path, save(tensors))
 
 
@@ -37,11 +37,11 @@ def read_refitted(path: Path) -> list[LastProducts]:
         tensors = load_file(path)
         parts = [
             [
-                LinearWeights(*own)
-                for own in zip(tensors[f"{name}.weight"], tensors[f"{name}.bias"], strict=True)
+                LinearWeights(*weights)
+                for weights in zip(tensors[f"{name}.weight"], tensors[f"{name}.bias"], strict=True)
             ]
             for name in LastProducts._fields
         ]
-        return [LastProducts(*own) for own in zip(*parts, strict=True)]
+        return [LastProducts(*products) for products in zip(*parts, strict=True)]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CorruptDatabase(f"{path} cannot be read", field="database") from error

@@ -127,9 +127,9 @@ class SearchEngine(ReuseStrategy):
             # Sequences that are not compared have no similarity.
             refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
             for group in plan.compared:
-                own = group.sequences
-                plan.records[own][refused[own]] = -1
-                plan.similarities[own][refused[own]] = np.nan
+                rows = group.sequences
+                plan.records[rows][refused[rows]] = -1
+                plan.similarities[rows][refused[rows]] = np.nan
         for group in plan.compared:
             records = plan.records[group.sequences]
             hits = np.flatnonzero(records >= 0)
@@ -255,9 +255,9 @@ class SearchEngine(ReuseStrategy):
         firsts = list(accumulate((group.count for group in groups), initial=0))
         for group, first in zip(groups, firsts, strict=False):
             if self.index.is_compressed(group.length) if self._compiled else group.length in self.index:
-                own = slice(first, first + group.count)
-                records[own], distances = self.index.nearest(group.length, features[own])
-                similarities[own] = 1.0 - distances
+                rows = slice(first, first + group.count)
+                records[rows], distances = self.index.nearest(group.length, features[rows])
+                similarities[rows] = 1.0 - distances
         # The distance of a self-hit is zero except for rounding, which differs between batches.
         for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
             number = bisect_right(firsts, row) - 1
@@ -269,7 +269,7 @@ class SearchEngine(ReuseStrategy):
     def _plan_unsearched(
         self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
     ) -> int:
-        """Plan a group without a search: the own record of a recorded sequence, the mean for familiar ones.
+        """Plan a group without a search: a recorded sequence takes its record, a familiar one the mean.
 
         A length that is searched comes here only if no allowed sequence of the group is familiar, and then
         the mean serves no sequence. Returns the number of damaged records that were skipped.
@@ -279,13 +279,13 @@ class SearchEngine(ReuseStrategy):
         serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
         sequences = batch.ids.cpu().numpy()[group.tokens].reshape(-1, group.length)
-        own = [
+        stored = [
             segment.record_of(ids) if may else None
             for ids, may in zip(sequences, allowed[group.sequences], strict=True)
         ]
-        candidates = np.array([record for record in (*own, mean) if record is not None], dtype=np.int64)
+        candidates = np.array([record for record in (*stored, mean) if record is not None], dtype=np.int64)
         cold = set(candidates[self._are_cold(segment, candidates)].tolist())
-        for sequence, recorded in enumerate(own, group.first):
+        for sequence, recorded in enumerate(stored, group.first):
             common = mean if familiar[sequence] else None
             for record, kind in ((recorded, RecordKind.STORED), (common, RecordKind.MEAN)):
                 if record is None or record in excluded or not allowed[sequence]:
@@ -311,8 +311,8 @@ class SearchEngine(ReuseStrategy):
         records, similarities = nearest
         first = 0
         for index, neighbours in groupby(groups, lambda group: self.policy.group_index(group.length)):
-            own = [np.arange(group.first, group.first + group.count) for group in neighbours]
-            sequences = np.concatenate(own)
+            of_groups = [np.arange(group.first, group.first + group.count) for group in neighbours]
+            sequences = np.concatenate(of_groups)
             rows = np.arange(first, first + len(sequences))
             found = {kind: similarities[kind, rows] for kind in RecordKind}
             kinds, served = self.policy.groups[index].choose(found)
@@ -336,7 +336,9 @@ class SearchEngine(ReuseStrategy):
 
 def _laid_out(groups: Sequence[Group]) -> np.ndarray:
     """Return groups as compiled code reads them, int64 [groups, 4]."""
-    return np.array([(own.first, own.count, own.first_token, own.length) for own in groups], np.int64)
+    return np.array(
+        [(group.first, group.count, group.first_token, group.length) for group in groups], np.int64
+    )
 
 
 def _set_reason(plan: ReusePlan, group: Group, marked: np.ndarray, reason: Outcome) -> None:

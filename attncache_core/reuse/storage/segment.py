@@ -185,7 +185,9 @@ class Segment:
         if not unknown.any():
             return unknown
         cold = {record: self._is_cold(record, seconds) for record in set(records[unknown].tolist())}
-        self._warm_until[[record for record, own in cold.items() if not own]] = now + _WARM_FOR_SECONDS
+        self._warm_until[[record for record, is_cold in cold.items() if not is_cold]] = (
+            now + _WARM_FOR_SECONDS
+        )
         return np.array([cold.get(record, False) for record in records.tolist()])
 
     def _is_cold(self, record: int, seconds: float) -> bool:

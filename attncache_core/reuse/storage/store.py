@@ -49,7 +49,9 @@ class AttentionMapStore:
         lost = tuple(length for length, segment in held.items() if segment.is_lost)
         if lost:
             # Plans of batches that run at present keep the old dictionary.
-            self.segments = {length: own for length, own in self.segments.items() if length not in lost}
+            self.segments = {
+                length: segment for length, segment in self.segments.items() if length not in lost
+            }
         return lost
 
     def scrub(self, step_bytes: int) -> Iterator[Scrubbed]:

@@ -52,7 +52,7 @@ class Classifications(BaseModel):
 async def create_classifications(call: CurrentCall) -> Answer:
     """Return the probabilities of the labels of the server for each text."""
     serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(ClassificationRequest)
     check_model_name(body.model, settings)
     check_count(body.input, "input", settings.max_request_inputs)

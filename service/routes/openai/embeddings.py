@@ -19,7 +19,7 @@ from service.web.call import Answer, CurrentCall
 async def create_embeddings(call: CurrentCall) -> Answer:
     """Embed one text or several. Embeddings have unit length."""
     serving, settings = embedding_server(call), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(EmbeddingsRequest)
     check_model_name(body.model, settings)
     check_count(body.input, "input", settings.max_request_inputs)
@@ -50,7 +50,10 @@ def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> list[dict[str, Any]]
     """Return the embeddings as JSON: rows of float32 [n, dimensions], or base64 of their bytes."""
     rows = np.ascontiguousarray(embeddings, dtype="<f4")
     encoded = [b64encode(row).decode() for row in rows] if as_base64 else rows
-    return [{"object": "embedding", "index": index, "embedding": own} for index, own in enumerate(encoded)]
+    return [
+        {"object": "embedding", "index": index, "embedding": embedding}
+        for index, embedding in enumerate(encoded)
+    ]
 
 
 def _check_ends(engine: PrefillEngine, source: Source) -> None:

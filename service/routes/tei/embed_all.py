@@ -54,7 +54,7 @@ async def embed_all(call: CurrentCall) -> Answer:
     """
     serving, settings = embedding_server(call), call.state.settings
     engine = serving.engine
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(EmbedAllRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
     source = source_of(body.inputs, truncates(body.truncate, settings), body.truncation_direction or "right")

@@ -16,15 +16,15 @@ from service.web.call import Answer, CurrentCall
 async def predict(call: CurrentCall) -> Answer:
     """Score the labels of the server for each text or pair, best first."""
     serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(PredictRequest)
     check_count(body.inputs.texts, "inputs", settings.max_request_inputs)
     source = Texts(
         body.inputs.texts, truncates(body.truncate, settings), body.truncation_direction or "right"
     )
     found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
-    most = body.parameters.top_k if body.parameters else None
-    content = [_best_first(found.labels, row, most) for row in _scores(found, body)]
+    maximum = body.parameters.top_k if body.parameters else None
+    content = [_best_first(found.labels, row, maximum) for row in _scores(found, body)]
     is_list = body.inputs.is_list or body.parameters is not None
     return answer(content if is_list else content[0], found.result, call, source)
 
@@ -37,8 +37,8 @@ def _scores(found: Classified, body: PredictRequest) -> np.ndarray:
     return found.scores(None if function is None else function == "sigmoid")
 
 
-def _best_first(labels: tuple[str, ...], scores: np.ndarray, most: int | None) -> list[dict[str, Any]]:
-    order = np.argsort(-scores, kind="stable")[:most].tolist()
+def _best_first(labels: tuple[str, ...], scores: np.ndarray, maximum: int | None) -> list[dict[str, Any]]:
+    order = np.argsort(-scores, kind="stable")[:maximum].tolist()
     values = scores.tolist()
     return [{"score": values[column], "label": labels[column]} for column in order]
 

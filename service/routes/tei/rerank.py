@@ -108,7 +108,7 @@ async def rerank(call: CurrentCall) -> Answer:
     scores by the cosine of both embeddings, with the model's prompts for queries and documents.
     """
     serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
@@ -133,9 +133,9 @@ async def rerank(call: CurrentCall) -> Answer:
 
 def _documents(body: RerankRequest) -> tuple[str, list[str]]:
     """Return the field with the documents, and the documents. Raises InvalidInput."""
-    given = [name for name in ("texts", "documents", "segments") if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise InvalidInput("give one of texts, documents and segments", field=(given or ["texts"])[-1])
+    fields = [name for name in ("texts", "documents", "segments") if getattr(body, name) is not None]
+    if len(fields) != 1:
+        raise InvalidInput("give one of texts, documents and segments", field=(fields or ["texts"])[-1])
     if body.segments is not None:
         for name in ("raw_scores", "instruction", "truncate", "truncation_direction", "return_text"):
             if getattr(body, name):

@@ -95,7 +95,7 @@ async def _refuse_parameters(call: Call) -> NoReturn:  # noqa: ARG001
 async def _zero_shot(call: Call, *, alone: bool) -> Answer:
     body = await call.read(ZeroShotRequest)
     parameters = body.parameters
-    asked = ClassifyRequest.model_validate(
+    classified = ClassifyRequest.model_validate(
         {
             "inputs": body.inputs,
             "labels": parameters.candidate_labels,
@@ -104,7 +104,7 @@ async def _zero_shot(call: Call, *, alone: bool) -> Answer:
         }
     )
     try:
-        return await scored(call, call.serving(), asked, call.reuse_wanted(), alone=alone)
+        return await scored(call, call.serving(), classified, call.reuse_requested(), alone=alone)
     except (InvalidInput, NotFinite) as error:
         _rename(error)
         raise

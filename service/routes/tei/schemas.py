@@ -48,7 +48,7 @@ def _predicted(inputs: Any) -> Predicted:
     if not isinstance(inputs, list) or not inputs:
         raise _not_predictable("")
     if isinstance(inputs[0], list):
-        return Predicted([_text_or_pair(own, f"[{index}]") for index, own in enumerate(inputs)], True)
+        return Predicted([_text_or_pair(each, f"[{index}]") for index, each in enumerate(inputs)], True)
     return Predicted([_text_or_pair(inputs, "")], False)
 
 

@@ -15,7 +15,7 @@ _SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"
 async def similarity(call: CurrentCall) -> Answer:
     """Compare a text with other texts, by the cosines of their embeddings."""
     serving, settings = embedding_server(call), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(SimilarityRequest)
     check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs - 1)
     parameters = body.parameters or SimilarityParameters()

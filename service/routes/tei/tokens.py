@@ -41,8 +41,8 @@ async def tokenize(call: CurrentCall) -> Answer:
     content = await asyncio.to_thread(
         lambda: orjson.dumps(
             [
-                list(map(_token, own))
-                for own in engine.tokenizer.pieces(texts, special=body.add_special_tokens)
+                list(map(_token, pieces))
+                for pieces in engine.tokenizer.pieces(texts, special=body.add_special_tokens)
             ]
         )
     )
@@ -59,8 +59,8 @@ async def decode(call: CurrentCall) -> Answer:
         raise InputTooLong(
             f"ids has {tokens} token ids, and at most {_MAX_TOKENS} are accepted; send fewer", field="ids"
         )
-    for index, own in enumerate(body.ids):
-        if max(own) >= engine.tokenizer.vocabulary:
+    for index, ids in enumerate(body.ids):
+        if max(ids) >= engine.tokenizer.vocabulary:
             raise InvalidInput(
                 f"ids[{index}] has a number that is no token id of this model, whose ids are 0 to "
                 f"{engine.tokenizer.vocabulary - 1}",

@@ -86,9 +86,9 @@ def noted_layers() -> Iterator[list[LayerRun]]:
     """Note the layers that blended passes compute."""
     noted, run_layers = [], blended.run_layers
 
-    def noting(model, batch, hidden, given, layers, slots):
+    def noting(model, batch, hidden, reused_maps, layers, slots):
         noted.extend(LayerRun(layer, batch.positions.tolist(), slots.only) for layer in layers)
-        return run_layers(model, batch, hidden, given, layers, slots=slots)
+        return run_layers(model, batch, hidden, reused_maps, layers, slots=slots)
 
     with mock.patch.object(blended, "run_layers", noting):
         yield noted

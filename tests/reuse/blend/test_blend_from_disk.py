@@ -76,7 +76,7 @@ def test_chunks_from_disk_give_the_answer_of_chunks_in_memory(model, open_store,
         report = found.blends[0]
         assert report.rows == expected.blends[0].rows
         assert report.computed_tokens == 0
-        assert [own.cached for own in report.chunks] == [own.tokens for own in report.chunks]
+        assert [chunk.cached for chunk in report.chunks] == [chunk.tokens for chunk in report.chunks]
         assert store.counts.given_blocks[tier] == sum(-(-(length + 1) // 16) for length in lengths)
 
 
@@ -170,9 +170,11 @@ def test_a_slow_disk_raises_the_share_that_is_computed_again(model, open_store, 
     ratio = speeds.ratio(least, loaded, free)
     assert ratio == pytest.approx(max(least, 0.5 * loaded / free))
     from_disk = run_share(model, store, chunks, query, least).blends[0]
-    assert list(from_disk.rows) == [len(query) + own for own in Recomputation(ratio).counts(free, LAYERS)]
+    assert list(from_disk.rows) == [len(query) + count for count in Recomputation(ratio).counts(free, LAYERS)]
     from_memory = run_share(model, store, chunks, query, least).blends[0]
-    assert list(from_memory.rows) == [len(query) + own for own in Recomputation(least).counts(free, LAYERS)]
+    assert list(from_memory.rows) == [
+        len(query) + count for count in Recomputation(least).counts(free, LAYERS)
+    ]
 
 
 def test_where_computing_is_faster_than_loading_chunks_are_computed_and_stored_in_memory(model, open_store):
@@ -185,5 +187,5 @@ def test_where_computing_is_faster_than_loading_chunks_are_computed_and_stored_i
         assert_same(model, found.outputs, expected.outputs)
         assert found.blends[0].rows == (len(query),) * LAYERS
         assert found.blends[0].computed_tokens == computed
-        assert [own.cached for own in found.blends[0].chunks] == ([0, 0, 0] if computed else [32, 47, 15])
+        assert [chunk.cached for chunk in found.blends[0].chunks] == ([0, 0, 0] if computed else [32, 47, 15])
     assert not store.counts.given_blocks["disk"]

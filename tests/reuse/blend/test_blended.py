@@ -140,7 +140,7 @@ def test_layers_that_compute_the_same_tokens_run_together_and_give_the_same_numb
     model, monkeypatch, ratio
 ):
     chunks, query = random_chunks((20, 37, 9, 30), 7)
-    own, runs, run_layers = [], [], blended.run_layers
+    plain, runs, run_layers = [], [], blended.run_layers
 
     def noting(*arguments, slots):
         if not slots.only:
@@ -150,10 +150,10 @@ def test_layers_that_compute_the_same_tokens_run_together_and_give_the_same_numb
     monkeypatch.setattr(blended, "run_layers", noting)
     for most in (4, 1):
         monkeypatch.setattr(blended, "LAYERS_A_STEP", most)
-        own.append(run_share(model, store_of(model), chunks, query, ratio).outputs)
+        plain.append(run_share(model, store_of(model), chunks, query, ratio).outputs)
     together = [[0], [1, 2], [3, 4, 5]] if ratio == 0.4 else [[0, 1, 2, 3], [4, 5]]
     assert runs == [*together, *([layer] for layer in range(LAYERS))]
-    assert np.array_equal(*own)
+    assert np.array_equal(*plain)
 
 
 def test_nothing_deviates_in_the_first_chunk(model):
@@ -273,11 +273,11 @@ def test_the_report_adds_up(model):
     first = run_share(model, store, chunks, query, 0.5)
     found = run_share(model, store, chunks, query, 0.5)
     report = found.blends[0]
-    rows = [own.recomputed for own in report.chunks]
+    rows = [chunk.recomputed for chunk in report.chunks]
     assert sum(rows) + len(query) == report.rows[1]
-    assert [own.tokens for own in report.chunks] == [21, 37, 9]
-    assert [own.cached for own in report.chunks] == [21, 37, 9]
-    assert [own.cached for own in first.blends[0].chunks] == [0, 0, 0]
+    assert [chunk.tokens for chunk in report.chunks] == [21, 37, 9]
+    assert [chunk.cached for chunk in report.chunks] == [21, 37, 9]
+    assert [chunk.cached for chunk in first.blends[0].chunks] == [0, 0, 0]
     assert report.computed_tokens == 0
     assert first.blends[0].tokens_by_state() == (0, 0, 67)
     assert report.tokens_by_state() == (67 - sum(rows), sum(rows), 0)

@@ -117,8 +117,8 @@ def test_tokens_that_deviate_most_are_picked_among_tokens_that_are_computed_in_a
     deviations = np.full(len(found.ids), np.nan)
     for first, end in found.spans[1:]:
         alone = keys_and_values(folder, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
-        own = ((full[first:end] - alone) ** 2).sum(axis=1)
-        deviations[first + first_tokens : end] = own[first_tokens:]
+        distances = ((full[first:end] - alone) ** 2).sum(axis=1)
+        deviations[first + first_tokens : end] = distances[first_tokens:]
     with noted_layers() as noted:
         result = run_prompt(model, store_of(model), found, 0.3, first_tokens=first_tokens)
     np.testing.assert_allclose(result.blends[0].deviations, deviations, rtol=1e-3, atol=1e-4)
@@ -137,9 +137,9 @@ def test_chunks_are_stored_behind_the_opening_as_the_tokens_they_have_in_the_seq
     first, *others = [found.ids[start:end] for start, end in found.spans]
     assert stored[0] == found.ids[: found.spans[0][1]]
     assert stored[0][-len(first) :] == first
-    assert stored[1:] == [[*found.opening, *own] for own in others]
+    assert stored[1:] == [[*found.opening, *other] for other in others]
     starts = [0, *(start for start, _ in found.spans[1:])]
-    assert [(own.first, own.first + own.length) for own in blend.chunks] == [
+    assert [(chunk.first, chunk.first + chunk.length) for chunk in blend.chunks] == [
         (start, end) for start, (_, end) in zip(starts, found.spans, strict=True)
     ]
     again = ratio * sum(map(len, others))
@@ -153,7 +153,7 @@ def test_separators_and_headings_do_not_matter_for_what_is_stored_of_a_chunk(mod
     found = prompt((20, 37, 9), 7, separator=[5, 6, 7], heading=[8])
     report = run_prompt(model, store, found, 0.0).blends[0]
     # The first chunk belongs to the beginning, with its heading.
-    assert [own.cached for own in report.chunks] == [0, 37, 9]
+    assert [chunk.cached for chunk in report.chunks] == [0, 37, 9]
     assert report.computed_tokens == len(OPENING) + 1 + 20
 
 

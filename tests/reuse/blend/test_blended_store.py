@@ -95,7 +95,7 @@ def test_chunks_that_are_computed_do_not_push_out_stored_chunks_of_the_same_prom
     run_share(model, store, [chunks[1]], query, 0.0)  # the least recently used
     run_share(model, store, [other, chunks[2]], query, 0.0)
     found = run_share(model, store, chunks, query, 0.0)
-    assert [own.cached for own in found.blends[0].chunks] == [0, 37, 30]
+    assert [chunk.cached for chunk in found.blends[0].chunks] == [0, 37, 30]
     assert found.blends[0].rows == expected.blends[0].rows
     np.testing.assert_allclose(found.outputs, expected.outputs, **NEAR)
     assert_nothing_is_in_use(store)
@@ -132,7 +132,7 @@ def test_chunks_of_different_salts_are_apart(model, store):
     ]
     one, two, again = (found.blends[0] for found in results)
     assert one.computed_tokens == two.computed_tokens > 0
-    assert [own.cached for own in two.chunks] == [0, 0, 0]
+    assert [chunk.cached for chunk in two.chunks] == [0, 0, 0]
     assert again.computed_tokens == 0
     assert all(np.array_equal(results[0].outputs, found.outputs) for found in results)
 
@@ -163,8 +163,8 @@ def test_a_longer_beginning_that_is_stored_exactly_is_used(model, store):
     with noted_layers() as noted:
         found = run_chunks(model, store, chunks, query, Recomputation(0.0), whole=True)
     assert found.blends[0].exact_tokens == 69  # the last token's state was not kept
-    assert [own.recomputed for own in found.blends[0].chunks] == [0, 0, 0]
-    assert min(row for own in noted for row in own.rows) >= 69
+    assert [chunk.recomputed for chunk in found.blends[0].chunks] == [0, 0, 0]
+    assert min(row for report in noted for row in report.rows) >= 69
     full = run_chunks(model, store, chunks, query, Recomputation(1.0), whole=True)
     assert full.blends[0].rows == (len(ids) - 69,) * LAYERS
     np.testing.assert_allclose(full.outputs[0], own_full_pass(model, store, ids), **NEAR)
@@ -204,19 +204,19 @@ def test_tokens_that_memory_has_no_room_for_are_computed_in_every_layer(model, p
     ids, spans = joined(chunks, query)
     store = store_of(model, memory=places * store_of(model).layout.block_bytes)
     for ratio in (0.0, 0.3, 1.0):
-        given, begin = [], store.begin
+        cached, begin = [], store.begin
 
-        def noting(*arguments, begin=begin, given=given):
+        def noting(*arguments, begin=begin, cached=cached):
             reservation = begin(*arguments)
-            given.append(reservation.given_tokens)
+            cached.append(reservation.given_tokens)
             return reservation
 
         with noted_layers() as noted, mock.patch.object(store, "begin", noting):
             found = run_share(model, store, chunks, query, ratio)
         missing = {*range(spans[-1][1], len(ids))}
-        for (first, end), tokens, number in zip(spans, given[-1], range(3), strict=True):
-            own = tokens if number == 0 else max(0, tokens - len(OPENING))
-            missing |= {*range((0 if number == 0 else first) + own, end)}
+        for (first, end), tokens, number in zip(spans, cached[-1], range(3), strict=True):
+            kept = tokens if number == 0 else max(0, tokens - len(OPENING))
+            missing |= {*range((0 if number == 0 else first) + kept, end)}
         assert len(missing) > len(query)
         assert all({*run.rows} >= missing for run in noted)
         if ratio == 0:
@@ -292,8 +292,8 @@ def test_many_requests_at_once_in_little_memory_give_the_answers_of_full_passes(
         thread.start()
     for thread in threads:
         thread.join()
-    for chunks, own in zip(sequences, found, strict=True):
-        np.testing.assert_allclose(own, own_full_pass(model, store, joined(chunks, query)[0]), **NEAR)
+    for chunks, output in zip(sequences, found, strict=True):
+        np.testing.assert_allclose(output, own_full_pass(model, store, joined(chunks, query)[0]), **NEAR)
     assert_nothing_is_in_use(store)
 
 

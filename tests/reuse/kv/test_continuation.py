@@ -72,14 +72,14 @@ batches = trees_of_prompts().flatmap(
 def test_names_of_blocks_do_not_depend_on_the_sequence_named_before(prompts, salts):
     last = NO_CHAIN
     for ids, salt in zip(prompts, salts, strict=False):
-        own = chain(root_key(b"model", salt), token_bytes(ids), last)
-        assert own == chain(root_key(b"model", salt), token_bytes(ids))
+        key = chain(root_key(b"model", salt), token_bytes(ids), last)
+        assert key == chain(root_key(b"model", salt), token_bytes(ids))
         alike = 0
-        if own.root == last.root:
-            pairs = zip(own.tokens, last.tokens, strict=False)
+        if key.root == last.root:
+            pairs = zip(key.tokens, last.tokens, strict=False)
             alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // (4 * BLOCK_TOKENS)
-        assert all(one is other for one, other in zip(own.names[:alike], last.names, strict=False))
-        last = own
+        assert all(one is other for one, other in zip(key.names[:alike], last.names, strict=False))
+        last = key
 
 
 MODES = ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
@@ -103,8 +103,8 @@ def test_results_and_computed_tokens_are_those_of_the_tree(models, batches, data
             result = run(model, store, sequences, salts=salts, skipped=skipped)
             expected = plain(model, sequences, skipped=skipped)
         assert_same(model, result.outputs, expected.outputs)
-        given = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
-        assert result.cached_tokens.tolist() == given
+        cached = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
+        assert result.cached_tokens.tolist() == cached
         assert result.tokens == remembered.computed(sequences, salts)
         for ids, salt in batch:
             if salt is not None:

@@ -176,8 +176,8 @@ def test_blocks_that_left_memory_come_back_from_disk(model, open_store):
     sequences = [random_ids(60, seed) for seed in range(4)]
     expected = [plain(model, [ids]) for ids in sequences]
     for _ in range(2):
-        for ids, own in zip(sequences, expected, strict=True):
-            assert_same(model, run(model, store, [ids]).outputs, own)
+        for ids, output in zip(sequences, expected, strict=True):
+            assert_same(model, run(model, store, [ids]).outputs, output)
             settled(store)
     assert store.counts.given_blocks["disk"]
     assert store.memory.pool.used <= 5

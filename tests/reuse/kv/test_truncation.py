@@ -30,7 +30,7 @@ def slots_of(store, sequence):
 
 def truncate(store, ids, positions):
     salt = truncated_salt(prefix_key(ids), positions)
-    stored = store_truncated(store, prefix_key(ids), positions, lambda own: prefix_key(own, salt))
+    stored = store_truncated(store, prefix_key(ids), positions, lambda kept: prefix_key(kept, salt))
     return salt if stored else None
 
 

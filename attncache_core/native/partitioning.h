@@ -1,5 +1,5 @@
-// The ways to run the stack: blocks, rows or columns (stack.h). Each way is a job of a team (team.h): its data, and
-// its units.
+// How the work of the stack is partitioned: by blocks, rows or columns (stack.h). Each partitioning is a job of a team
+// (team.h): its data, and its units.
 #pragma once
 
 typedef struct {
@@ -14,9 +14,9 @@ static void run_one_block(void *data, int phase_number, int unit) {
     block b = run->whole;
     const int64_t started = nanoseconds();
     const int rows = (int)(first_row(b.job, run->starts[unit + 1]) - first_row(b.job, run->starts[unit]));
-    const size_t own = rows_space(b.job, smaller(rows, rows_together));
-    char *space = stack_space(own + block_space(&b, rows));
-    place_block(&b, run->starts[unit], run->starts[unit + 1], space + own);
+    const size_t rows_bytes = rows_space(b.job, smaller(rows, rows_together));
+    char *space = stack_space(rows_bytes + block_space(&b, rows));
+    place_block(&b, run->starts[unit], run->starts[unit + 1], space + rows_bytes);
     run_block(&b, space);
     atomic_fetch_add(&b.job->busy_nanoseconds, nanoseconds() - started);
 }
@@ -39,9 +39,9 @@ static void run_some_rows(void *data, int phase_number, int unit) {
         if (part == 2) finish_rows(b, layer, first, rows, space);
         else project_rows(b, layer, first, rows, space);
     }
-    const int64_t own = nanoseconds() - started;
-    if (part < 2) atomic_fetch_add(&job->attention_nanoseconds, own);
-    atomic_fetch_add(&job->busy_nanoseconds, own);
+    const int64_t elapsed = nanoseconds() - started;
+    if (part < 2) atomic_fetch_add(&job->attention_nanoseconds, elapsed);
+    atomic_fetch_add(&job->busy_nanoseconds, elapsed);
 }
 
 // The memory of one layer when it is run by columns. Its units are repeatable, so every layer has its own.
@@ -104,9 +104,9 @@ static const float *states_kept(const columns_run *run, int number, int is_secon
 static void multiply_last(const block *b, const matrix *original, const matrix *refitted, const char *input,
                           number_type type, int row, int part, int parts, const float *x, float *out, char *space) {
     stack_job *job = b->job;
-    const int own = refitted_rows(b, 0, b->rows);
+    const int refitted_count = refitted_rows(b, 0, b->rows);
     for (int r = 1; r >= 0; r--) {
-        const int first = r ? 0 : own, rows = r ? own : b->rows - own;
+        const int first = r ? 0 : refitted_count, rows = r ? refitted_count : b->rows - refitted_count;
         if (!rows) continue;
         const matrix *weights = chosen(original, refitted, r);
         const char *from = input + (size_t)first * row * number_bytes(type);
@@ -162,9 +162,9 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         multiply_last(&b, &layer->down, &layer->refitted_down, memory->inner, inner_type(layer), layer->up.outputs,
                       unit, run->parts, x, memory->output, rest);
     }
-    const int64_t own = nanoseconds() - started;
+    const int64_t elapsed = nanoseconds() - started;
     run->counts[run->first_units[phase_number] + unit] =
-        (unit_counts){job->multiplications, job->map_rows, part < 3 ? own : 0, own};
+        (unit_counts){job->multiplications, job->map_rows, part < 3 ? elapsed : 0, elapsed};
 }
 
 // Whether every layer is computed whole, and without norms of a half's output, which need whole rows.
@@ -178,7 +178,7 @@ static int has_plain_layers(const stack_job *job) {
 }
 
 // Whether a unit of columns may be computed twice. Rotations, norms of heads and gates change numbers in place,
-// and given maps may be unmapped after the call.
+// and reused maps may be unmapped after the call.
 static int is_repeatable(const stack_job *job) {
     if (job->hits || job->given || job->kept) return 0;
     for (int n = job->first; n < job->last; n++) {
@@ -219,9 +219,9 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
                          (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
                          (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 8 +
                          (size_t)max_units * sizeof(unit_counts);
-    team_job *own = take_job(bytes);
-    if (!own) abort();
-    char *memory = own->memory.data;
+    team_job *shared = take_job(bytes);
+    if (!shared) abort();
+    char *memory = shared->memory.data;
     columns_run *run = taken(&memory, sizeof *run);
     int32_t *units = taken(&memory, (size_t)phases * 4), *first_units = taken(&memory, (size_t)phases * 4);
     memcpy(&run->job, job, sizeof *job);
@@ -261,7 +261,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         first_units[p] = total;
         total += units[p];
     }
-    run_team(own, run_some_columns, run, units, phases, threads, is_repeatable(job));
+    run_team(shared, run_some_columns, run, units, phases, threads, is_repeatable(job));
     const float *output = run->layers[layers - 1].output;
     const norm *last = &job->layers[job->last - 1].forward_after;
     if (last->kind) norm_rows(last, output, job->hidden, rows, job->width);
@@ -272,26 +272,26 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         job->attention_nanoseconds += run->counts[unit].attention_nanoseconds;
         job->busy_nanoseconds += run->counts[unit].busy_nanoseconds;
     }
-    leave_job(own);
+    leave_job(shared);
 }
 
 // Run a job of long sequences: every thread takes some rows, or some heads, of each part of a layer.
 static void run_by_rows(stack_job *job, const block *widths, int rows, int threads) {
     const int layers = job->last - job->first, turns = (rows + rows_together * threads - 1) / (rows_together * threads);
     const size_t projections = block_space(widths, rows);
-    team_job *own = take_job(projections + (size_t)layers * 12 + 64);
-    if (!own) abort();
+    team_job *shared = take_job(projections + (size_t)layers * 12 + 64);
+    if (!shared) abort();
     stack_run run = {.whole = *widths, .parts = turns * threads, .threads = threads};
-    place_block(&run.whole, 0, job->count, own->memory.data);
-    int32_t *units = (int32_t *)(own->memory.data + projections);
+    place_block(&run.whole, 0, job->count, shared->memory.data);
+    int32_t *units = (int32_t *)(shared->memory.data + projections);
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
         units[3 * n] = layer->heads ? run.parts : 0;
         units[3 * n + 1] = job->only_slots ? 0 : job->count * (layer->heads / heads_together(job, layer, threads));
         units[3 * n + 2] = job->only_slots ? 0 : run.parts;
     }
-    run_team(own, run_some_rows, &run, units, 3 * layers, threads, 0);
-    leave_job(own);
+    run_team(shared, run_some_rows, &run, units, 3 * layers, threads, 0);
+    leave_job(shared);
 }
 
 // Fewer rows than this for each thread are split by columns.
@@ -313,16 +313,16 @@ static void run_layers(stack_job *job) {
     int64_t longest = 0;
     const int blocks = collect_blocks(job, target, starts);
     for (int n = 0; n < blocks; n++) {
-        const int64_t own = first_row(job, starts[n + 1]) - first_row(job, starts[n]);
-        if (own > longest) longest = own;
+        const int64_t rows = first_row(job, starts[n + 1]) - first_row(job, starts[n]);
+        if (rows > longest) longest = rows;
     }
     // Blocks keep all threads busy if they are many, or if they can be shared out evenly.
     const int64_t turns = (blocks + threads - 1) / threads;
     if (threads == 1 || blocks >= 8 * threads || turns * longest * threads * 5 <= (int64_t)rows * 6) {
         stack_run run = {.whole = widths, .starts = starts};
-        team_job *own = threads > 1 && blocks > 1 ? take_job(0) : 0;
-        run_team(own, run_one_block, &run, &(int32_t){blocks}, 1, smaller(threads, blocks), 0);
-        if (own) leave_job(own);
+        team_job *shared = threads > 1 && blocks > 1 ? take_job(0) : 0;
+        run_team(shared, run_one_block, &run, &(int32_t){blocks}, 1, smaller(threads, blocks), 0);
+        if (shared) leave_job(shared);
     } else {
         run_by_rows(job, &widths, rows, threads);
         pool_sequences(job, 0, job->count);
@@ -336,9 +336,10 @@ int32_t run_stack(stack_job *job) {
     const size_t rows = (size_t)first_row(job, job->count), states = whole_lines(rows * (size_t)job->width * 4);
     const size_t numbers = whole_lines((rows + 1) * 8), trees = whole_lines((size_t)(2 * job->count + 2) * 8);
     char *space = grown(&memory, states + 3 * numbers + trees);
-    int64_t *const own = (int64_t *)(space + states), *const second = own + numbers / 8, *const third = second + numbers / 8;
+    int64_t *const first = (int64_t *)(space + states), *const second = first + numbers / 8;
+    int64_t *const third = second + numbers / 8;
     if (!job->hidden) job->hidden = (float *)space;
-    const token_error error = place_tokens(job, own, second);
+    const token_error error = place_tokens(job, first, second);
     if (error) return error;
     if (job->kept) place_slots(job, (int64_t)rows, third);
     if (job->given) join_trees(job, third + numbers / 8);

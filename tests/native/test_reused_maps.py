@@ -1,4 +1,4 @@
-"""Products of V with given maps, square or packed as lower triangles."""
+"""Products of V with reused maps, square or packed as lower triangles."""
 
 from itertools import pairwise
 
@@ -53,9 +53,9 @@ def test_packed_maps_equal_square_maps_bit_for_bit(
         maps.masked_fill(~band_of(maps.shape[1], before, 0), 0)
         for maps in made_maps(run_lengths, heads, map_dtype)
     ]
-    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
-    triangles = [packed(own) for own in made]
-    shared = [own for own, number in zip(triangles, copies, strict=True) for _ in range(number)]
+    maps = [square for square, number in zip(made, copies, strict=True) for _ in range(number)]
+    triangles = [packed(square) for square in made]
+    shared = [triangle for triangle, number in zip(triangles, copies, strict=True) for _ in range(number)]
     offsets = offsets_of(lengths)
     with threads(count):
         square, stopped, from_triangles, from_bands = (
@@ -98,7 +98,7 @@ def test_skipping_zeros_outside_a_band_changes_no_bit(kernel, length, band, widt
 )
 @example([(199, 3), (1, 2), (17, 1), (32, 3)], 6, 32, torch.bfloat16, torch.bfloat16, 2, 0, 1)
 @example([(7, 2), (8, 1), (9, 3)], 3, 64, torch.bfloat16, torch.float16, 1, 2, 0)
-def test_given_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
+def test_reused_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
     kernel, runs, heads, width, dtype, map_dtype, count, before, after
 ):
     run_lengths, copies = map(list, zip(*runs, strict=True))
@@ -107,7 +107,7 @@ def test_given_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
     *_, value = joined_projection(tokens, heads, width, dtype, seed=sum(lengths))
     offsets = offsets_of(lengths, first=before)
     made = made_maps(run_lengths, heads, map_dtype)
-    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
+    maps = [square for square, number in zip(made, copies, strict=True) for _ in range(number)]
     whole, context = canaries(tokens, heads, width, dtype)
     with threads(count):
         kernel.apply_maps(addresses(maps), map_dtype, run_starts(copies), value, offsets, context)
@@ -133,13 +133,13 @@ def test_runs_that_share_a_record_equal_single_sequences_bit_for_bit(
     lengths = [length] * sum(copies)
     *_, value = joined_projection(sum(lengths), heads, width, dtype)
     made = made_maps([length] * len(copies), heads, map_dtype)
-    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
+    maps = [square for square, number in zip(made, copies, strict=True) for _ in range(number)]
     offsets = offsets_of(lengths)
     shared = apply_maps(kernel, maps, run_starts(copies), value, offsets)
     separate = apply_maps(kernel, maps, np.arange(len(lengths) + 1), value, offsets)
     alone = [
-        apply_maps(kernel, [own], np.arange(2), value[first:end], offsets_of([length]))
-        for own, (first, end) in zip(maps, pairwise(offsets.tolist()), strict=True)
+        apply_maps(kernel, [square], np.arange(2), value[first:end], offsets_of([length]))
+        for square, (first, end) in zip(maps, pairwise(offsets.tolist()), strict=True)
     ]
     assert torch.equal(shared, separate)
     assert torch.equal(shared, torch.cat(alone))

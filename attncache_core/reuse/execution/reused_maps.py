@@ -1,6 +1,6 @@
 """Where the layers of a pass get the maps that they do not compute.
 
-    GivenMaps     maps that are given to the first sequences of a batch
+    ReusedMaps    maps that the first sequences of a batch reuse
     HitRecords    the maps of records of the database
 
 Records are scattered over their files, and are read in place: compiled code takes the address of each record
@@ -22,7 +22,7 @@ import torch
 from attncache_core import native
 from attncache_core.models import AttentionLayer
 from attncache_core.models.attention import apply_maps
-from attncache_core.native.stack import NO_RECORDS, GivenRecords
+from attncache_core.native.stack import NO_RECORDS, ReusedRecords
 from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.text.token_batch import TokenBatch
@@ -44,8 +44,8 @@ class ComputedHeads:
     context: torch.Tensor
 
 
-class GivenMaps(ABC):
-    """Maps that are given to the first sequences of a batch, for the reused heads of each layer."""
+class ReusedMaps(ABC):
+    """Maps that the first sequences of a batch reuse, in the reused heads of each layer."""
 
     count: int  # number of sequences that get maps; they come first in the batch
     # Number of sequences, from the first, that take the model's refitted weights; at most `count`.
@@ -61,7 +61,7 @@ class GivenMaps(ABC):
             heads.query, heads.key, heads.value, batch.offsets, computed, heads.context, batch.tree
         )
 
-    def records(self) -> GivenRecords | None:
+    def records(self) -> ReusedRecords | None:
         """Return the records of the maps for the compiled stack; None if the stack cannot use them."""
         return None
 
@@ -80,11 +80,11 @@ class RecordGroup(NamedTuple):
     records: np.ndarray  # int64 [sequences]
 
 
-class HitRecords(GivenMaps):
-    """The maps that the records of hits give to a batch; see GivenMaps. The hits come first in the batch."""
+class HitRecords(ReusedMaps):
+    """The maps that the records of hits give to a batch; see ReusedMaps. The hits come first in the batch."""
 
     def __init__(self, groups: Sequence[RecordGroup], refitted: int = 0) -> None:
-        """groups: the records of the hits, in the order of the batch. refitted: see GivenMaps."""
+        """groups: the records of the hits, in the order of the batch. refitted: see ReusedMaps."""
         self.refitted = refitted
         self._groups = groups
         self._kernel = native.kernel()
@@ -113,14 +113,14 @@ class HitRecords(GivenMaps):
         # Hits of one record are neighbours, and each run of such hits is one product.
         return np.flatnonzero(np.diff(self._addresses, prepend=-1, append=-1))
 
-    def records(self) -> GivenRecords | None:
-        """See GivenMaps.records. Only records that the kernel reads can be used."""
+    def records(self) -> ReusedRecords | None:
+        """See ReusedMaps.records. Only records that the kernel reads can be used."""
         if not self._groups:
             return NO_RECORDS
         if self._kernel is None:
             return None
         layout = self._layout
-        return GivenRecords(
+        return ReusedRecords(
             self._addresses,
             layout.dtype,
             layout.form is MapForm.PACKED,
