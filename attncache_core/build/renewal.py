@@ -5,7 +5,7 @@
       2 prospect  measure whether reuse can pay for the model on this machine     calibration.prospect
       3 build     build the next generation in a hidden folder                   builder
       4 gain      measure in which length groups reuse pays, for both generations  calibration.gain
-      5 gate      serve the held-out texts with both generations                 calibration.gate
+      5 trial     serve the held-out texts with both generations                 calibration.trial
       6 decide    publish the new generation, or remove it                       reuse.maps.publishing
 
 A renewal that is stopped goes on if it is started again with the same corpus. A renewal from the sample keeps
@@ -30,9 +30,9 @@ from attncache_core.build.builder import build_database
 from attncache_core.build.options import PROTOTYPES, BuildOptions
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.gain import require_gain
-from attncache_core.calibration.gate import Trial, savings_of, try_generation, why_refused
 from attncache_core.calibration.prospect import could_pay
 from attncache_core.calibration.quality import texts_needed
+from attncache_core.calibration.trial import Trial, savings_of, try_generation, why_refused
 from attncache_core.corpus import CorpusSentence
 from attncache_core.corpus.near_duplicates import near_duplicates
 from attncache_core.corpus.reservoir import SampledText

@@ -16,7 +16,7 @@ from attncache_core.build import renewal
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.build.renewal import renew_database
-from attncache_core.calibration import gate
+from attncache_core.calibration import trial
 from attncache_core.calibration.savings import Savings
 from attncache_core.corpus.sample import TextSampler
 from attncache_core.engine.prefill import PrefillEngine
@@ -32,11 +32,11 @@ OPTIONS = {"training_steps": 10, "prototypes": 4, "min_text_cosine": 0.0, "min_c
 
 @pytest.fixture(scope="module")
 def same_savings():
-    """A gate with fixed savings, so that its decision is always the same."""
+    """A trial with fixed savings, so that its decision is always the same."""
     with pytest.MonkeyPatch.context() as patch:
         savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
-        patch.setattr(gate, "measure_savings", lambda *_: savings)
-        patch.setattr(gate, "search_cost", lambda *_: 1.0)
+        patch.setattr(trial, "measure_savings", lambda *_: savings)
+        patch.setattr(trial, "search_cost", lambda *_: 1.0)
         yield
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attncache_core.calibration.gate import Trial, why_refused
+from attncache_core.calibration.trial import Trial, why_refused
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 
