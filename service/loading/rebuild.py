@@ -45,8 +45,9 @@ def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
-        # A new session, so that Ctrl-C in a terminal reaches the server alone.
-        start_new_session=True,
+        # A new group, so that Ctrl-C in a terminal reaches the server alone. Not a new session, because Linux
+        # shares the processors evenly between sessions, whatever the priorities of their processes are.
+        process_group=0,
     )
     assert builder.stdin is not None
     os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)

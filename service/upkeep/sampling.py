@@ -1,7 +1,6 @@
 """Keep a sample of the texts that clients ask for, from which the database can be renewed.
 
-    an answered request -> offer -> waiting, up to a bound -> the thread, ten times a second -> TextSampler
-                                                                          once a second      -> the disk
+    an answered request -> offer -> waiting, up to a bound -> the thread, once a second -> TextSampler -> disk
 
 All texts that may reuse attention maps are candidates, hits and results of equal texts too: a sample of
 misses would teach that odd texts are usual. If the disk fails, sampling pauses, and nothing else does.
@@ -26,7 +25,6 @@ from service.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_BETWEEN_SYNCS = 1.0
 _RETRY_SECONDS = 60.0
 # Tokens of texts that wait: 8 MB. A server answers fewer in a second.
@@ -117,15 +115,14 @@ class Sampling:
                     root / "sample",
                 )
             self.state.texts = len(sampler)
-            synced, is_last = time.monotonic(), False
+            is_last = False
             while not is_last:
-                is_last = self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+                is_last = self._ended.wait(_SECONDS_BETWEEN_SYNCS)
                 for answered in self._take():
                     _offer(answered, sampler)
                 self.state.texts = len(sampler)
-                if is_last or time.monotonic() - synced >= _SECONDS_BETWEEN_SYNCS:
-                    sampler.sync()
-                    self.state.problem, synced = None, time.monotonic()
+                sampler.sync()
+                self.state.problem = None
 
     def _pause(self, error: OSError) -> None:
         """Drop what waits, and wait before the next try."""

@@ -51,7 +51,6 @@ def root(built, tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 0.005)
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 0.01)
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.02)
 
@@ -170,7 +169,7 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
 
 def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_MAX_WAITING_TOKENS", 10)
-    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 3600)  # the thread takes nothing before the end
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 3600)  # the thread takes nothing before the end
     kept = Sampling(100, 168.0, Metrics())
     kept.offer(None, [PrefillPart.of([[1, 2]])])  # before it has begun: not a candidate
     kept.begin(tmp_path)
@@ -361,9 +360,12 @@ def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):
     assert started[0].killed
 
 
-def test_process_that_renews_ends_with_the_server(tiny_checkpoint, root):
+def test_process_that_renews_has_the_lowest_priority_and_ends_with_the_server(tiny_checkpoint, root):
     settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True)
     with start_builder(settings, "renew") as process:
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        assert os.getsid(process.pid) == os.getsid(0)  # in another session, Linux would not heed the priority
+        assert os.getpgid(process.pid) == process.pid  # so Ctrl-C does not reach the process
         process.stdin.close()
         assert process.wait(60) is not None
     assert read_renewals(root) == ()
