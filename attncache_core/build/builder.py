@@ -315,7 +315,7 @@ class _Build:
         path = self.partial / "projector.safetensors"
         if not is_whole(path):
             torch.manual_seed(self.options.seed)
-            longest, steps = max(self.recording.lengths), self.options.training_steps
+            longest, steps = max(self.recording.by_length), self.options.training_steps
             if self.start_from:
                 projector = self.start_from.search.projector.extended(longest)
                 steps = max(1, steps // _SHARE_OF_STEPS)
@@ -343,7 +343,7 @@ class _Build:
         """Return the projectors whose choices of records are measured, by the name of their figure."""
         if self.start_from is None:
             return {"chosen": projector}
-        before = self.start_from.search.projector.extended(max(self.recording.lengths))
+        before = self.start_from.search.projector.extended(max(self.recording.by_length))
         return {"chosen": projector, "chosen_before": before}
 
     def _served(

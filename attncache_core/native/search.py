@@ -96,8 +96,8 @@ class NativeSearch:
         self._find = _functions(first_layer.library).find_nearest
         self._dimensions = second_layer.outputs
         self._kept = first_layer, second_layer, dict(vectors)
-        self._table = (_Vectors * (max(vectors, default=0) + 1))()
-        assert (len(self._table) - 1) * first_layer.outputs <= second_layer.inputs
+        # Of all lengths that the projector knows, also of lengths without records.
+        self._table = (_Vectors * (second_layer.inputs // first_layer.outputs + 1))()
         for length, of_length in vectors.items():
             assert of_length.stored.shape[1] == of_length.synthetic.shape[1] == self._dimensions
             self._table[length] = _Vectors(
@@ -117,7 +117,7 @@ class NativeSearch:
         `search_group`. Returns the features, float32 [sequences, dimensions], the number of the nearest
         record of each kind, int64 [kinds, sequences], -1 if there is none, and the similarity of this
         record, float32 [kinds, sequences], -inf if there is none. Raises IndexError if a sequence is longer
-        than all records.
+        than the projector's sequences.
         """
         hidden = hidden.contiguous()
         sequences = int(groups[:, 1].sum())
@@ -130,7 +130,7 @@ class NativeSearch:
         job.features, job.records = address(features), address(records)
         job.similarities = address(similarities)
         if self._find(ctypes.addressof(job)):
-            raise IndexError("a sequence is longer than all records")
+            raise IndexError("a sequence is longer than the projector's sequences")
         return features, records, similarities
 
 

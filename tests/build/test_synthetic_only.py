@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from core_models import prefill, random_text
 
+from attncache_core.build import builder
 from attncache_core.build.builder import build_database, partial_folder
 from attncache_core.build.options import BuildOptions
+from attncache_core.build.sentences import split
+from attncache_core.corpus import CorpusSentence
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -114,6 +117,23 @@ def test_lengths_with_too_few_texts_have_no_record(tiny_engine, tiny_corpus, tmp
     assert set(database.manifest.prototypes) == {5, 6, 7, 8}
     with pytest.raises(BuildFailed, match="at least eight"):
         build(tiny_engine, few[:7], tmp_path / "b.db")
+
+
+def test_held_out_texts_may_be_longer_than_all_records(tiny_engine, tiny_corpus, tmp_path, monkeypatch):
+    long_texts = [CorpusSentence(f"{'card ' * words}bank", "long") for words in range(20, 26)]
+
+    def split_so_that_long_texts_are_held_out(*arguments):
+        sentences = split(*arguments)
+        return replace(
+            sentences, held_out=sentences.held_out | [len(ids) > 20 for ids in sentences.sequences]
+        )
+
+    monkeypatch.setattr(builder, "split", split_so_that_long_texts_are_held_out)
+    texts = [sentence for sentence in tiny_corpus if len(sentence.text.split()) < 12]
+    database = build(tiny_engine, [*texts, *long_texts], tmp_path / "a.db", min_cosine=0.5)
+    assert max(database.manifest.prototypes) < 20
+    engine = PrefillEngine.load(tiny_engine.checkpoint, database=database, dtype="float32")
+    assert not prefill(engine, engine.tokenize([long_texts[-1].text])).outcomes[0].is_hit
 
 
 def test_synthetic_records_need_prototypes(tiny_engine, tiny_corpus, tmp_path):
