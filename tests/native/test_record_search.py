@@ -114,11 +114,16 @@ def test_features_that_are_not_finite_find_no_record_and_have_no_similarity(kern
     assert np.isnan(similarities[:, 1]).all()
 
 
-def test_sequence_that_is_longer_than_all_records_is_refused(kernel):
+def test_sequence_that_is_longer_than_all_records_finds_none_and_than_the_projector_is_refused(kernel):
     layers = Layers(40)
     search = NativeSearch(*layers.packed(kernel.library), {3: vectors_of(layers, 3, 20, 5)})
+    hidden = torch.ones(LONGEST + 1, HIDDEN)
+    features, records, similarities = search.nearest(hidden, np.array([(0, 1, 0, LONGEST)]))
+    assert features[0] == pytest.approx(layers.features(hidden[:LONGEST]), abs=TOLERANCE)
+    assert (records == -1).all()
+    assert (similarities == -np.inf).all()
     with pytest.raises(IndexError):
-        search.nearest(torch.zeros(4, HIDDEN), np.array([(0, 1, 0, 4)]))
+        search.nearest(hidden, np.array([(0, 1, 0, LONGEST + 1)]))
 
 
 def test_only_a_record_of_a_sentence_can_have_similarity_one(kernel):

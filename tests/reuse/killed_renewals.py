@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from generations import renew
 
 from attncache_core.build.renewal import renew_database
-from attncache_core.calibration import calibrate, gate
+from attncache_core.calibration import calibrate, trial
 from attncache_core.calibration.savings import Savings
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus.reservoir import TIME_STEP_SECONDS
@@ -47,10 +47,10 @@ class Killed:
 
 
 def build_and_renew(root, model, corpus):
-    """Renew by a build, with fixed savings instead of measured ones, so that the gate decides alike."""
+    """Renew by a build, with fixed savings instead of measured ones, so that the trial decides alike."""
     savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
-    gate.measure_savings = calibrate.measure_savings = lambda *_: savings
-    gate.search_cost = lambda *_: 1.0
+    trial.measure_savings = calibrate.measure_savings = lambda *_: savings
+    trial.search_cost = lambda *_: 1.0
     checkpoint = read_checkpoint(model)
 
     def load(database):
