@@ -18,7 +18,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -93,7 +93,7 @@ def renew_database(
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         present.require_use(engine.checkpoint)
         if texts is None:
-            renewed_from = _Texts.of_sample(engine, _sampled(folder, engine), present)
+            renewed_from = _Texts.of_sample(engine, _sampled(folder, engine, present), present)
         else:
             renewed_from = _Texts.of_corpus(engine, texts, present)
         lengths = Counter(map(len, renewed_from.held_out))
@@ -147,13 +147,14 @@ class _Texts:
         sampled: list[SampledText],
         present: AttentionDatabase,
     ) -> _Texts:
-        first = len(tokens) - len(tokens) // _HELD_OUT_SHARE
-        newest = dict(zip(map(tuple, tokens[first:]), clients[first:], strict=True))
+        is_newest = _newest_tenth(clients)
+        newest = {tuple(tokens[index]): clients[index] for index in np.flatnonzero(is_newest).tolist()}
         store = present.search.store
         held_out = {ids: client for ids, client in newest.items() if store.record_of(ids) is None}
         _require_enough(len(held_out), len(tokens), present)
-        resembling = near_duplicates(tokens[:first], list(newest))
-        training = [text for text, alike in zip(sentences, resembling.tolist(), strict=False) if not alike]
+        older = np.flatnonzero(~is_newest)
+        resembling = near_duplicates([tokens[index] for index in older.tolist()], list(newest))
+        training = [sentences[index] for index in older[~resembling].tolist()]
         return cls(training, list(map(list, held_out)), [*held_out.values()], int(resembling.sum()), sampled)
 
     def figures(self) -> dict[str, Any]:
@@ -163,6 +164,22 @@ class _Texts:
             "held_out": len(self.held_out),
             "near_duplicates": self.near_duplicates,
         }
+
+
+def _newest_tenth(clients: Sequence[bytes]) -> np.ndarray:
+    """Return which texts are held out, bool [texts]: the newest tenth of each client.
+
+    So no client decides alone, whenever it asks. clients: of each text, oldest first. Clients with few texts
+    count as one.
+    """
+    counts = Counter(clients)
+    texts_of: dict[bytes, list[int]] = defaultdict(list)
+    for index, client in enumerate(clients):
+        texts_of[client if counts[client] >= _HELD_OUT_SHARE else b""].append(index)
+    is_newest = np.zeros(len(clients), dtype=bool)
+    for indices in texts_of.values():
+        is_newest[indices[len(indices) - len(indices) // _HELD_OUT_SHARE :]] = True
+    return is_newest
 
 
 def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> None:
@@ -176,13 +193,13 @@ def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> No
         )
 
 
-def _sampled(folder: Path, engine: PrefillEngine) -> list[SampledText]:
+def _sampled(folder: Path, engine: PrefillEngine, present: AttentionDatabase) -> list[SampledText]:
     """Return the texts of a renewal that was stopped, or of the sample. Raises InvalidInput, and OSError."""
     kept = sampled_path(folder)
-    if kept.is_file() and time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS:
-        sampled = read_log(kept)
-    else:
-        sampled = read_sample(folder)
+    is_fresh = kept.is_file() and time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS
+    # Twice as many as can suffice, because texts that are recorded already prove nothing.
+    least = 2 * _HELD_OUT_SHARE * texts_needed(present.manifest.policy.budget)
+    sampled = (read_log(kept) if is_fresh else []) or read_sample(folder, least)
     if not sampled:
         raise InvalidInput(
             f"{folder} holds no sample of texts; start the server with --sample, or give --corpus FILE",

@@ -38,7 +38,14 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core.corpus.reservoir import CLIENT_SHARE, TIME_STEP_SECONDS, Reservoir, SampledText
-from attncache_core.runtime.files import PRIVATE, HeldByAnother, locked, locked_at_once, write_whole
+from attncache_core.runtime.files import (
+    PRIVATE,
+    HeldByAnother,
+    left_unfinished,
+    locked,
+    locked_at_once,
+    write_whole,
+)
 
 _MAGIC = b"ATCSMPL1"
 _HEADER = struct.Struct("<8sId")
@@ -82,6 +89,8 @@ class TextSampler:
             folder.mkdir(mode=PRIVATE, exist_ok=True)
             key = _kept_key(folder)
             path = _first_free(folder, lock)
+            for unfinished in left_unfinished(folder, path.name):  # by a process that was killed
+                unfinished.unlink()
             reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
             return cls(key, reservoir, path, lock.pop_all())
 
@@ -99,10 +108,11 @@ class TextSampler:
         if self._reservoir.offer(text):
             self._buffered.append(_entry(text))
 
-    def sync(self) -> None:
-        """Let everything that was offered reach the disk. Call this method about once a second.
+    def sync(self) -> bool:
+        """Let everything that was offered reach the disk, and return whether anything was written.
 
-        Raises OSError. The sampler is of no use afterwards: close it, and open another one later.
+        Call this method about once a second. Raises OSError; the sampler is of no use afterwards: close it,
+        and open another one later.
         """
         added = b"".join(self._buffered)
         if self._written + len(added) > 2 * max(self._live, _MIN_REWRITE):
@@ -113,6 +123,7 @@ class TextSampler:
             os.fdatasync(self._file.fileno())
             self._written += len(added)
         self._buffered.clear()
+        return bool(added)
 
     def close(self) -> None:
         """Close the log and release its lock, without another sync."""
@@ -151,26 +162,32 @@ def began_at(root: Path) -> float | None:
         return None
 
 
-def read_sample(root: Path) -> list[SampledText]:
-    """Return the distinct texts of the samples of all processes, oldest first.
+def read_sample(root: Path, least: int = 0) -> list[SampledText]:
+    """Return the distinct texts that one process would have kept of all texts, oldest first.
 
     Of an API key that would have more than a tenth of the texts, no more texts are returned than of the key
-    that has most texts after it. So no key is most of a sample that other keys share. Raises OSError.
+    that has most texts after it, unless fewer than `least` texts would remain. So no key is most of a sample
+    that other keys share. Texts of equal times are in random order. Raises OSError.
     """
     folder = sample_folder(root)
-    latest: dict[tuple[bytes, bytes], SampledText] = {}
-    for path in sorted(folder.glob("*.log")):
-        for text in _kept(_read(path), (folder / "key").read_bytes()):
-            before = latest.get((text.client, text.tokens), text)
-            latest[text.client, text.tokens] = max(before, text, key=lambda text: text.asked_at)
-    return _without_excess(
-        sorted(latest.values(), key=lambda text: (text.asked_at, text.client, text.tokens))
-    )
+    paths = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    logs = [log for log in map(_read, paths) if log.header]
+    if not logs:
+        return []
+    key = (folder / "key").read_bytes()
+    _, max_texts, half_life_hours = _HEADER.unpack_from(logs[-1].header)
+    merged = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
+    for log in logs:
+        for text in log.texts:
+            merged.offer(text)
+    shuffled = sorted(merged, key=lambda text: blake2b(text.tokens + text.client, key=key).digest())
+    return sorted(_without_excess(shuffled, least), key=lambda text: text.asked_at)
 
 
 def read_log(path: Path) -> list[SampledText]:
-    """Return the texts of a log that `write_log` has written. Raises OSError."""
-    return _read(path).texts
+    """Return the texts of a log that `write_log` has written; none if it is damaged. Raises OSError."""
+    log = _read(path)
+    return [] if log.cut_bytes else log.texts
 
 
 def write_log(path: Path, texts: Sequence[SampledText]) -> None:
@@ -179,23 +196,14 @@ def write_log(path: Path, texts: Sequence[SampledText]) -> None:
     write_whole(path, b"".join([header, *map(_entry, texts)]), mode=_OWNER_ONLY)
 
 
-def _kept(log: _Log, key: bytes) -> Iterator[SampledText]:
-    """Yield the texts of a log that its sample has kept."""
-    if log.header:
-        _, max_texts, half_life_hours = _HEADER.unpack_from(log.header)
-        reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
-        for text in log.texts:
-            reservoir.offer(text)
-        yield from reservoir
-
-
-def _without_excess(texts: list[SampledText]) -> list[SampledText]:
-    """Return the texts without the oldest ones of a client that has too many."""
+def _without_excess(texts: list[SampledText], least: int) -> list[SampledText]:
+    """Return the texts without the first ones of a client that has too many."""
     counts = Counter(text.client for text in texts if text.client).most_common(2)
     if len(counts) < 2:
         return texts
     (client, held), (_, next_most) = counts
-    excess = held - max((len(texts) - held) // (CLIENT_SHARE - 1), next_most)
+    others = len(texts) - held
+    excess = held - max(others // (CLIENT_SHARE - 1), next_most, least - others)
     kept = []
     for text in texts:
         if text.client == client and excess > 0:

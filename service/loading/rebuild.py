@@ -95,7 +95,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         _JOBS[sys.argv[1]](settings)
-    except AttnCacheError as error:
+    except (AttnCacheError, OSError) as error:
         print(error)
         sys.exit(2)
 

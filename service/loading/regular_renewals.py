@@ -20,7 +20,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from attncache_core.corpus.sample import began_at
-from attncache_core.reuse.maps.generations import RENEWAL, Result, read_renewals
+from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals
+from service.errors import log_failure
 from service.loading.rebuild import start_builder
 from service.settings import Settings
 
@@ -42,6 +43,13 @@ class RegularRenewals:
 
     def look(self) -> None:
         """Start a renewal if it is due, or say in the log how it has ended. Returns at once."""
+        try:
+            self._look()
+        except Exception as error:  # such as memory that is missing for a process
+            log_failure(logger, "the database cannot be renewed from its sample", error)
+            self._not_before = time.time() + _RETRY_SECONDS
+
+    def _look(self) -> None:
         if self._process is None:
             if self._is_due():
                 logger.info("the database is being renewed from its sample, behind the requests")
@@ -64,7 +72,7 @@ class RegularRenewals:
         if not begins:
             return False
         if renewals := read_renewals(self._root):
-            begins.append(datetime.fromisoformat(renewals[-1].time).timestamp())
+            begins.append(_moment(renewals[-1], now))
         self._not_before = max(begins) + self._seconds
         return now >= self._not_before
 
@@ -82,3 +90,12 @@ class RegularRenewals:
             logger.info("no renewal is tried again until the server is started again")
             return float("inf")
         return 0.0
+
+
+def _moment(renewal: Renewal, now: float) -> float:
+    """Return the Unix time of a renewal; 0 if its line is damaged, or its time has not come yet."""
+    try:
+        moment = datetime.fromisoformat(renewal.time).timestamp()
+    except ValueError:
+        return 0.0
+    return moment if moment <= now else 0.0

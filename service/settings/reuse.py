@@ -60,7 +60,11 @@ class Reuse(Group):
         "database, so that `attncache renew` can renew the database from the sample.",
     )
     sample_texts: int = Field(
-        20_000, ge=1, le=10_000_000, description="Most texts in the sample of each process."
+        40_000,
+        ge=1,
+        le=10_000_000,
+        description="Most texts in the sample of each process. One API key holds at most a tenth, and a "
+        "renewal needs 3,000.",
     )
     sample_half_life_hours: float = Field(
         168.0,

@@ -121,8 +121,8 @@ class Sampling:
                 for answered in self._take():
                     _offer(answered, sampler)
                 self.state.texts = len(sampler)
-                sampler.sync()
-                self.state.problem = None
+                if sampler.sync():
+                    self.state.problem = None
 
     def _pause(self, error: OSError) -> None:
         """Drop what waits, and wait before the next try."""

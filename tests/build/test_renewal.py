@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from collections import Counter
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_models import random_text
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attncache_core.build import renewal
 from attncache_core.build.builder import build_database
@@ -308,6 +311,29 @@ def test_noise_of_one_api_key_changes_nothing_for_the_others(root, plain, tmp_pa
     assert hits_without > 0.5
     assert hits >= hits_without - 0.05
     assert cosine >= cosine_without - 0.005
+
+
+@given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=300), st.integers(0, 9))
+def test_a_tenth_of_each_client_is_held_out(clients, few):
+    order = [b"few"] * few + clients
+    is_newest = renewal._newest_tenth(order)
+    for client, count in Counter(order).items():
+        held = [index for index, other in enumerate(order) if other == client and is_newest[index]]
+        if count >= 10:
+            assert held == [index for index, other in enumerate(order) if other == client][-(count // 10) :]
+    assert is_newest.sum() >= len(order) // 10 - 4
+
+
+def test_stopped_renewal_with_damaged_texts_begins_anew(root, load, texts, tiny_engine, monkeypatch):
+    tighten(root)
+    sample(root, tiny_engine.tokenize(texts))
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, min_gain=0)
+    path = root / ".renewal" / "sampled.log"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert renew_database(load, root, min_gain=0).result is Result.PUBLISHED
 
 
 def test_stopped_renewal_goes_on_with_the_texts_of_its_sample(root, load, texts, tiny_engine, monkeypatch):

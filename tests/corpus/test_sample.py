@@ -3,6 +3,7 @@
 import resource
 import signal
 import stat
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -182,3 +183,43 @@ def test_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
     (tmp_path / "sample").write_text("a file", encoding="utf-8")
     with pytest.raises(OSError, match="sample"):
         opened(tmp_path)
+
+
+def test_log_of_a_process_that_is_gone_ages_like_the_others(tmp_path):
+    gone, lasting = opened(tmp_path, max_texts=100), opened(tmp_path, max_texts=100)
+    offer(gone, 100, first=500)
+    gone.sync()
+    gone.close()
+    offer(lasting, 100, asked_at=10**5 * HOUR)
+    lasting.sync()
+    lasting.close()
+    assert [text.asked_at for text in read_sample(tmp_path)] == [10**5 * HOUR] * 100
+
+
+def test_what_a_killed_process_left_unfinished_is_removed(tmp_path):
+    opened(tmp_path).close()
+    left = sample_folder(tmp_path) / ".0.log.abcdef.unfinished"
+    left.write_bytes(b"texts")
+    opened(tmp_path).close()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0, 10 + 10 + 10), (60, 60), (1000, 300)])
+def test_client_with_most_texts_is_cut_unless_too_few_remain(tmp_path, least, expected):
+    sampler = opened(tmp_path, max_texts=10_000)
+    offer(sampler, 280, client="a")
+    offer(sampler, 10, client="b")
+    offer(sampler, 10, client="c")
+    sampler.sync()
+    sampler.close()
+    texts = read_sample(tmp_path, least)
+    assert len(texts) == expected
+    assert Counter(text.client for text in texts).most_common()[-1][1] == 10
+
+
+def test_texts_of_equal_times_are_in_random_order(tmp_path):
+    sampler = opened(tmp_path)
+    offer(sampler, 200)
+    sampler.sync()
+    sampler.close()
+    assert np.mean(numbers(tmp_path)[-100:]) == pytest.approx(100, abs=30)

@@ -31,6 +31,7 @@ from attncache_core.reuse.maps.policy import Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 from attncache_core.reuse.maps.publishing import building_folder, clear_workspace, renewing, roll_back
 from attncache_core.runtime import files
+from attncache_core.runtime.files import left_unfinished
 
 # `make kills` sets 1000.
 KILLS = int(os.environ.get("ATTNCACHE_KILLS", "50"))
@@ -369,6 +370,7 @@ def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path, in_a_kill
     for _ in range(KILLS):
         assert in_a_killed_process("sample", [tmp_path, synced], chance.randint(1, 80))
         number = int(synced.read_text(encoding="utf-8"))
+        assert len(left_unfinished(sample_folder(tmp_path))) <= 1  # of the last kill
         read = {text.token_ids[0]: text.asked_at // TIME_STEP_SECONDS for text in read_sample(tmp_path)}
         assert len(read) >= min(number, 2500)
         assert all(read[text % 2500] >= text // 2500 for text in range(max(number - 2500, 0), number))

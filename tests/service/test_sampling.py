@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from attncache_core import BuildOptions, build_database
 from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
 from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals, renewals_path
+from attncache_core.reuse.maps.publishing import workspace
 from service.loading import regular_renewals, renewals
 from service.loading.engines import load_engines
 from service.loading.rebuild import start_builder
@@ -143,7 +145,7 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
     def sync(self, real=TextSampler.sync):
         if fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(self)
+        return real(self)
 
     monkeypatch.setattr(TextSampler, "sync", sync)
     monkeypatch.setattr(sampling, "_RETRY_SECONDS", 0.02)
@@ -159,8 +161,7 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
         fails = False
         async with asyncio.timeout(30):
             while (await state())["problem"] is not None:
-                await asyncio.sleep(0.005)
-        await client.post("/embed", json={"inputs": ["late payment"]})
+                await client.post("/embed", json={"inputs": ["late payment"]})
         await until(lambda: len(sampled(root)) >= 1)
         assert "attncache_sample_dropped_texts_total 0.0" not in (await client.get("/metrics")).text
     (line,) = [record for record in caplog.records if "cannot be sampled" in record.message]
@@ -309,6 +310,22 @@ def test_one_renewal_runs_at_a_time_and_its_end_is_logged(tmp_path, regular, sta
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("moment", ["yesterday", "9999-01-01T00:00:00Z"])
+def test_damaged_time_of_a_renewal_is_no_obstacle(tmp_path, regular, started, moment):
+    begin_sample(tmp_path, 99)
+    write_decision(tmp_path, replace(decided(Result.PUBLISHED, 0), time=moment))
+    regular.look()
+    assert len(started) == 1
+
+
+def test_process_that_cannot_be_started_is_tried_again_later(tmp_path, regular, monkeypatch, caplog):
+    begin_sample(tmp_path, 99)
+    monkeypatch.setattr(regular_renewals, "start_builder", lambda *_: os.open(tmp_path / "absent", 0))
+    regular.look()
+    regular.look()
+    assert caplog.text.count("the database cannot be renewed from its sample") == 1
+
+
 def test_failed_renewal_is_tried_again_after_an_hour(tmp_path, regular, started, caplog, monkeypatch):
     begin_sample(tmp_path, 99)
     regular.look()
@@ -361,13 +378,21 @@ def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):
 
 
 def test_process_that_renews_has_the_lowest_priority_and_ends_with_the_server(tiny_checkpoint, root):
+    sampler = TextSampler.open(root, max_texts=1000, half_life_hours=1)
+    for number in range(1000):
+        sampler.offer([2, *divmod(number, 30), 5, 3], None, 10**9)
+    sampler.sync()
+    sampler.close()
     settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True)
     with start_builder(settings, "renew") as process:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
         assert os.getsid(process.pid) == os.getsid(0)  # in another session, Linux would not heed the priority
         assert os.getpgid(process.pid) == process.pid  # so Ctrl-C does not reach the process
+        while not workspace(root).exists():
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.001)
         process.stdin.close()
-        assert process.wait(60) is not None
+        assert process.wait(60) == 1
     assert read_renewals(root) == ()
 
 
@@ -383,6 +408,10 @@ async def test_server_renews_its_database_from_what_it_was_asked(tiny_checkpoint
         while (await client.get("/info")).json()["database"]["last_renewal"] is None:
             assert "could not be renewed" not in caplog.text, caplog.text
             await asyncio.sleep(0.1)
-    (renewal,) = read_renewals(root)
+        (renewal,) = read_renewals(root)
+        while (await client.get("/info")).json()["database"]["generation"] != (
+            renewal.result is Result.PUBLISHED
+        ):
+            await asyncio.sleep(0.05)
     assert renewal.result in (Result.PUBLISHED, Result.REFUSED)
     assert renewal.measured["held_out"] >= 20
