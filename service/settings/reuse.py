@@ -60,7 +60,7 @@ class Reuse(Group):
         "database, so that `attncache renew` can renew the database from the sample.",
     )
     sample_texts: int = Field(
-        40_000,
+        60_000,
         ge=1,
         le=10_000_000,
         description="Most texts in the sample of each process. One API key holds at most a tenth, and a "
