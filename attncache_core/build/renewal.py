@@ -188,7 +188,7 @@ def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> No
         raise InvalidInput(
             f"the newest tenth of the {texts} texts has {held_out} distinct texts that are not in the "
             f"database, and at least {needed} are needed to show that the budget is kept; renew from at "
-            f"least {needed * _HELD_OUT_SHARE} texts",
+            f"least {needed * _HELD_OUT_SHARE} texts that the database does not hold",
             field="corpus",
         )
 

@@ -50,7 +50,7 @@ class Probes:
         return np.choose(kinds, [self.records[kind] for kind in RecordKind])
 
     def sample(self, maximum: int) -> Probes:
-        """Return at most `most` of the probes, spread evenly over their lengths."""
+        """Return at most `maximum` of the probes, spread evenly over their lengths."""
         indices = np.unique(np.linspace(0, len(self.sequences) - 1, maximum).round().astype(int))
         return Probes(
             [self.sequences[index] for index in indices],

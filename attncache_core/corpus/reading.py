@@ -76,7 +76,7 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
 
 
 def spread(items: Sequence[T], maximum: int) -> list[T]:
-    """Return at most `most` items, equally spaced, because neighbours in a file are often alike."""
+    """Return at most `maximum` items, equally spaced, because neighbours in a file are often alike."""
     indices = np.linspace(0, len(items) - 1, min(maximum, len(items))).round().astype(int)
     return [items[index] for index in indices]
 

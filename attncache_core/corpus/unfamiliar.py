@@ -86,7 +86,7 @@ def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
 
 
 def _length(random: Random, maximum: int) -> int:
-    """Return a number from 3 to `most`. Small numbers are more likely."""
+    """Return a number from 3 to `maximum`. Small numbers are more likely."""
     draw = random.random()
     return 3 + int((maximum - 2) * draw * draw)
 

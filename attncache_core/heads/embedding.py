@@ -112,7 +112,7 @@ def _is_larger(first: DenseLayer, second: DenseLayer) -> bool:
 
 
 def require_dimensions(dimensions: int, maximum: int, offered: Sequence[int]) -> None:
-    """Raise InvalidInput unless embeddings of `most` dimensions can be truncated to `dimensions`.
+    """Raise InvalidInput unless embeddings of `maximum` dimensions can be truncated to `dimensions`.
 
     offered: the dimensions that the model was trained for; empty: any.
     """

@@ -249,7 +249,7 @@ class CompiledStack:
         """Run a range of layers. Return their output, float32 [rows, width], and what was computed.
 
         hidden: float32 [rows, width], the input of the first of these layers, which is overwritten with the
-        output; None: the stack makes it from token ids. given: the records of the first sequences. threads:
+        output; None: the stack makes it from token ids. records: of the first sequences. threads:
         the most threads to use; None: as many as torch. slots: keys and values that are given and kept, if
         the rows have trees; the root of a tree starts behind the tokens that are given to the tree. Raises
         IndexError if a table has no row for a token or a position.

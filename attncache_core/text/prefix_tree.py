@@ -250,7 +250,7 @@ def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
 def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray, cached: np.ndarray) -> SharedPrefixes:
     """Return the tree of sequences, which share prefixes where it pays, inside their groups (int64 [n]).
 
-    given: the tokens in front of each sequence that are no rows, int64 [n]; equal inside a group.
+    cached: the tokens in front of each sequence that are no rows, int64 [n]; equal inside a group.
     """
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
     flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=int(lengths.sum()))
@@ -310,7 +310,7 @@ def _counted(counts: np.ndarray) -> np.ndarray:
 def _worthwhile(shared: np.ndarray, lengths: np.ndarray, cached: np.ndarray) -> np.ndarray:
     """Return `shared` with 0 where two trees are better than one; see _MIN_SAVING.
 
-    shared: tokens that each sorted sequence shares with the previous sequence. given: tokens in front of it.
+    shared: tokens that each sorted sequence shares with the previous sequence. cached: tokens in front of it.
     A tree saves these too, because they are laid out once per tree. All int64 [sequences].
     """
     kept = shared.copy()

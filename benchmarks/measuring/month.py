@@ -49,7 +49,7 @@ def shares_of_topics(topics: int, days: int) -> np.ndarray:
 def month(
     topics: Sequence[Sequence[str]], days: int, sampled: int, served: int, random: np.random.Generator
 ) -> list[Day]:
-    """Return the days of a month, each with `sampled` texts to sample from and `asked` texts to serve.
+    """Return the days of a month, each with `sampled` texts to sample from and `served` texts to serve.
 
     topics: the distinct texts of each topic, in the order in which the topics enter. Raises InvalidInput if a
     topic has too few texts for a day.

@@ -87,7 +87,7 @@ class Clients:
                     self.record.complain(f"{way.__name__}: {type(error).__name__}")
 
     def _some(self, maximum: int = _MAX_TEXTS) -> list[int]:
-        """Return the numbers of 1 to `most` texts; few more often than many."""
+        """Return the numbers of 1 to `maximum` texts; few more often than many."""
         return self._random.choices(
             range(len(self._idle.texts)), k=round(maximum ** self._random.random() ** 2)
         )

@@ -68,12 +68,11 @@ class RegularRenewals:
         now = time.time()
         if now < self._not_before:
             return False
-        begins = [began for began in [began_at(self._root)] if began is not None]
-        if not begins:
+        began = began_at(self._root)
+        if began is None:
             return False
-        if renewals := read_renewals(self._root):
-            begins.append(_moment(renewals[-1], now))
-        self._not_before = max(begins) + self._seconds
+        decisions = [_moment(renewal, now) for renewal in read_renewals(self._root)[-1:]]
+        self._not_before = max([began, *decisions]) + self._seconds
         return now >= self._not_before
 
     def _after(self, process: subprocess.Popen[str]) -> float:

@@ -208,8 +208,7 @@ async def computed(
             field="inputs",
         )
     timing = Timing()
-    sampling = call.state.sampling
-    is_sampled = sampling is not None and counted and not isinstance(source, Conversation)
+    sampling = None if isinstance(source, Conversation) or not counted else call.state.sampling
     pending = serving.batcher.submit(
         source,
         flow=call.client.flow,
@@ -220,7 +219,7 @@ async def computed(
         counted=counted,
         repeats=repeats,
         timing=timing,
-        answered=partial(sampling.offer, call.client.key) if sampling and is_sampled else None,
+        answered=partial(sampling.offer, call.client.key) if sampling else None,
     )
     call.timings.append(timing)
     return await call.wait(pending)

@@ -334,7 +334,7 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
 
 
 def _require_small(size: int, maximum: int) -> None:
-    """Raise BodyTooLarge if a body has more than `most` bytes."""
+    """Raise BodyTooLarge if a body has more than `maximum` bytes."""
     if size > maximum:
         raise BodyTooLarge(f"the body must have at most {maximum} bytes; send fewer texts per request")
 

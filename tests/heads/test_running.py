@@ -21,7 +21,7 @@ def rows_of(ids):
 
 
 def states_behind(sequences, cached, before, skipped, ends):
-    """Return the states of the sequences after their first `ends` tokens, computed behind `given` tokens."""
+    """Return the states of the sequences after their first `ends` tokens, computed behind `cached` tokens."""
     rest = [ids[count:] for ids, count in zip(sequences, cached, strict=True)]
     groups = list(range(len(sequences)))
     found = continued_prefixes(rest, groups, cached)

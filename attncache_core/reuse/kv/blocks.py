@@ -80,7 +80,7 @@ def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
 
 
 def common_front(maximum: int, begins_alike: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` for which `begins_alike` is true.
+    """Return the largest number up to `maximum` for which `begins_alike` is true.
 
     It is true for all smaller numbers, and for no larger one.
     """

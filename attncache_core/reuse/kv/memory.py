@@ -49,7 +49,7 @@ class PrefixKey(NamedTuple):
         return Chain(self.root, self.tokens, self.names)
 
     def common_blocks(self, other: PrefixKey, maximum: int) -> int:
-        """Return how many of the first `most` blocks have one name object in both sequences."""
+        """Return how many of the first `maximum` blocks have one name object in both sequences."""
         maximum = min(len(self.names), len(other.names), maximum)
         return common_front(maximum, lambda end: self.names[end - 1] is other.names[end - 1])
 

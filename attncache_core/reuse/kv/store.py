@@ -299,7 +299,7 @@ class KeyValueStore:
     ) -> None:
         """Reserve places for the blocks of a sequence that nobody has, computes or loads.
 
-        given: the first blocks, which are in memory.
+        count: the first blocks, which are in memory.
         """
         for index, name in enumerate(names[count:], count):
             if name.key not in self.memory and name.key not in self._claimed:
