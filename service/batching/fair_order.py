@@ -87,7 +87,7 @@ class _Counted:
     added: int = 0  # since then
 
     def compared(self, time: float, maximum: float) -> int | None:
-        """Return a cost that is above `maximum` if and only if the one of a child with this time is, or None."""
+        """Return a cost that is above `maximum` exactly if that of a child with this time is, or None."""
         at_most = self.ahead + self.added
         is_above = time >= self.time and self.ahead > maximum
         is_below = time <= self.time and at_most <= maximum

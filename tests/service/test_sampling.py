@@ -383,7 +383,9 @@ def test_process_that_renews_has_the_lowest_priority_and_ends_with_the_server(ti
         sampler.offer([2, *divmod(number, 30), 5, 3], None, 10**9)
     sampler.sync()
     sampler.close()
-    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True)
+    settings = Settings(
+        model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True, min_gain=0
+    )
     with start_builder(settings, "renew") as process:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
         assert os.getsid(process.pid) == os.getsid(0)  # in another session, Linux would not heed the priority
