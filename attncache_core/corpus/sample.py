@@ -26,6 +26,7 @@ import math
 import os
 import secrets
 import struct
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -262,9 +263,10 @@ def _read(path: Path) -> _Log:
     header = content[:_HEADER_BYTES]
     if not header.startswith(_MAGIC) or _checked(header[: _HEADER.size]) != header:
         return _Log(b"", [], 0, len(content))
-    texts, whole = [], _HEADER_BYTES
+    texts, whole, latest = [], _HEADER_BYTES, time.time() + TIME_STEP_SECONDS
     for text, end in _entries(content, whole):
-        texts.append(text)
+        if text.asked_at <= latest:  # no clock was ahead
+            texts.append(text)
         whole = end
     return _Log(header, texts, whole, len(content) - whole)
 

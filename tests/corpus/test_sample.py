@@ -3,6 +3,7 @@
 import resource
 import signal
 import stat
+import time
 from collections import Counter
 
 import numpy as np
@@ -223,3 +224,12 @@ def test_texts_of_equal_times_are_in_random_order(tmp_path):
     sampler.sync()
     sampler.close()
     assert np.mean(numbers(tmp_path)[-100:]) == pytest.approx(100, abs=30)
+
+
+def test_texts_of_a_clock_that_was_ahead_keep_no_others_out(tmp_path):
+    for years in (2, 0):
+        sampler = opened(tmp_path, max_texts=100)
+        offer(sampler, 100, first=years * 100, asked_at=time.time() + years * 365 * 24 * HOUR)
+        sampler.sync()
+        sampler.close()
+    assert sorted(numbers(tmp_path)) == [*range(100)]
