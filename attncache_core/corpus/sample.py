@@ -98,6 +98,11 @@ class TextSampler:
     def __len__(self) -> int:
         return len(self._reservoir)
 
+    @property
+    def unsynced(self) -> int:
+        """The number of texts that are not on the disk yet."""
+        return len(self._buffered)
+
     def offer(self, token_ids: Sequence[int] | np.ndarray, client: str | None, asked_at: float) -> None:
         """Let a text that was answered take part.
 

@@ -121,8 +121,12 @@ class Sampling:
                 for answered in self._take():
                     _offer(answered, sampler)
                 self.state.texts = len(sampler)
-                if sampler.sync():
-                    self.state.problem = None
+                try:
+                    if sampler.sync():
+                        self.state.problem = None
+                except OSError:
+                    self._drop(sampler.unsynced)
+                    raise
 
     def _pause(self, error: OSError) -> None:
         """Drop what waits, and wait before the next try."""

@@ -168,6 +168,18 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
     assert line.levelno == logging.ERROR
 
 
+def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
+    def fail(_self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TextSampler, "sync", fail)
+    kept = Sampling(100, 168.0, Metrics())
+    kept.begin(tmp_path)
+    kept.offer(None, [PrefillPart.of([[1, 2], [3, 4]])])
+    kept.close()
+    assert kept.state.dropped == 2
+
+
 def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_MAX_WAITING_TOKENS", 10)
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 3600)  # the thread takes nothing before the end
