@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -23,15 +22,12 @@ from prometheus_client import (
     generate_latest,
     values,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.info import EngineInfo
-from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
-from attncache_core.reuse.maps.generations import Result
-from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
 from attncache_core.version import __version__
 from service.errors import (
     HeadersTooLarge,
@@ -40,6 +36,7 @@ from service.errors import (
     ShuttingDown,
     TooManyConnections,
 )
+from service.observability.engine_numbers import EngineNumbers
 
 # By default, every counter and histogram has a second series with the time of its creation. Here that would
 # always be the time when the server started.
@@ -68,7 +65,6 @@ _TOKEN_STATES = ("asked", "cached", "computed")
 _SEGMENT_STATES = ("reused", "recomputed", "computed")
 _REPEATED = ("kept", "in_flight")
 _QUOTAS = ("requests_per_minute", "tokens_per_minute", "in_flight")
-_EVICTIONS = (("memory", "full"), ("memory", "cleared"), ("disk", "full"))
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -192,7 +188,7 @@ class Metrics:
             "sample_dropped_texts",
             "Texts that could not take part in the sample: too many waited, or the disk failed",
         )
-        self._engine = _EngineNumbers()
+        self._engine = EngineNumbers()
         self.registry.register(self._engine)
         self._touch_labels()
 
@@ -417,119 +413,3 @@ def route_of(path: str) -> str:
         # The name of a model is a client's input.
         return _MODEL_ROUTE
     return path if path in ROUTES else OTHER_ROUTE
-
-
-class _EngineNumbers(Collector):
-    """Collects from the engine, whenever metrics are read, what is recorded and stored.
-
-    Without a database, its size is zero and there are no length groups. Without a store of keys and values,
-    or without a disk tier, their numbers are zero.
-    """
-
-    def __init__(self) -> None:
-        self.engine_info: Callable[[], EngineInfo | None] = lambda: None
-
-    def collect(self) -> Iterator[Metric]:
-        info = self.engine_info()
-        yield GaugeMetricFamily(
-            "attncache_reuse_off_reasons",
-            "Number of reasons why no text reuses anything; /info lists the reasons",
-            value=len(info.reuse_off) if info else 0,
-        )
-        yield from _of_database(info.database if info else None)
-        yield from _of_key_values(info.key_values if info else None)
-
-
-def _of_database(database: DatabaseInfo | None) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "attncache_database_records",
-        "Records in the database",
-        value=database.records if database else 0,
-    )
-    yield GaugeMetricFamily(
-        "attncache_database_bytes",
-        "Size of the database in bytes",
-        value=database.bytes if database else 0,
-    )
-    yield GaugeMetricFamily(
-        "attncache_database_generation",
-        "Number of the generation of the database that serves; 0: the database was never renewed",
-        value=database.generation if database else 0,
-    )
-    yield GaugeMetricFamily(
-        "attncache_database_age_seconds",
-        "Seconds since the generation that serves was built",
-        value=_seconds_since(database.created) if database and database.created else 0,
-    )
-    renewals = CounterMetricFamily(
-        "attncache_renewals", "Renewals and rollbacks of the database, by result", labels=("result",)
-    )
-    for result in Result:
-        renewals.add_metric((result.value,), database.renewals.get(result, 0) if database else 0)
-    yield renewals
-    yield from _of_length_groups(database.policy.groups if database else ())
-
-
-def _seconds_since(time: str) -> float:
-    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
-
-
-def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
-    disk = info.disk if info else None
-    given = CounterMetricFamily(
-        "attncache_kv_blocks_given",
-        "Blocks of keys and values that were given to a batch, by the tier that held them",
-        labels=("tier",),
-    )
-    used = GaugeMetricFamily("attncache_kv_bytes", "Bytes of stored keys and values", labels=("tier",))
-    maximum = GaugeMetricFamily(
-        "attncache_kv_max_bytes", "Most bytes that keys and values may take", labels=("tier",)
-    )
-    for tier, held in zip(TIERS, (info.memory if info else None, disk), strict=True):
-        given.add_metric((tier,), info.given_blocks[tier] if info else 0)
-        used.add_metric((tier,), held.bytes if held else 0)
-        maximum.add_metric((tier,), held.most_bytes if held else 0)
-    evictions = CounterMetricFamily(
-        "attncache_kv_evictions", "Blocks of keys and values that were dropped", labels=("tier", "reason")
-    )
-    for tier, reason in _EVICTIONS:
-        evicted = info.evicted_blocks.get(tier, {}) if info else {}
-        evictions.add_metric((tier, reason), evicted.get(reason, 0))
-    yield from (given, used, maximum, evictions)
-    yield CounterMetricFamily(
-        "attncache_kv_recomputed_tokens",
-        "Tokens that were given from disk, found damaged, and computed after all",
-        value=info.recomputed_tokens if info else 0,
-    )
-    yield CounterMetricFamily(
-        "attncache_kv_load_stall_seconds",
-        "Seconds that batches waited for keys and values from disk after their layers had begun",
-        value=disk.load_stall_seconds if disk else 0,
-    )
-    yield CounterMetricFamily(
-        "attncache_kv_dropped_writes",
-        "Blocks that were not saved on disk: the write buffer was full, or the disk did not take them",
-        value=disk.dropped_writes + disk.failed_writes if disk else 0,
-    )
-    yield CounterMetricFamily(
-        "attncache_kv_damaged_blocks",
-        "Blocks on disk that were found damaged and removed",
-        value=disk.damaged_blocks if disk else 0,
-    )
-
-
-def _of_length_groups(groups: Iterable[GroupInfo]) -> Iterator[Metric]:
-    threshold = GaugeMetricFamily(
-        "attncache_threshold",
-        "Least similarity of a hit; a value above 1 lets nothing hit",
-        labels=("lengths", "kind"),
-    )
-    off = GaugeMetricFamily(
-        "attncache_reuse_off", "1 if sequences of these lengths reuse nothing, else 0", labels=("lengths",)
-    )
-    for group in groups:
-        for kind, least in group.threshold.items():
-            threshold.add_metric((group.lengths, kind), least)
-        off.add_metric((group.lengths,), not group.reuses)
-    yield threshold
-    yield off
