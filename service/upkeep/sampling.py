@@ -1,6 +1,7 @@
 """Keep a sample of the texts that clients ask for, from which the database can be renewed.
 
-    an answered request -> offer -> waiting, up to a bound -> the thread, once a second -> TextSampler -> disk
+    an answered request -> offer -> waiting, up to a bound -> the thread, ten times a second -> TextSampler
+                                                                          once a second      -> the disk
 
 All texts that may reuse attention maps are candidates, hits and results of equal texts too: a sample of
 misses would teach that odd texts are usual. If the disk fails, sampling pauses, and nothing else does.
@@ -25,6 +26,8 @@ from service.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+# Not seldom, because the event loop waits while the thread takes many texts.
+_SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_BETWEEN_SYNCS = 1.0
 _RETRY_SECONDS = 60.0
 # Tokens of texts that wait: 8 MB. A server answers fewer in a second.
@@ -115,18 +118,24 @@ class Sampling:
                     root / "sample",
                 )
             self.state.texts = len(sampler)
-            is_last = False
+            synced, is_last = time.monotonic(), False
             while not is_last:
-                is_last = self._ended.wait(_SECONDS_BETWEEN_SYNCS)
+                is_last = self._ended.wait(_SECONDS_BETWEEN_LOOKS)
                 for answered in self._take():
                     _offer(answered, sampler)
                 self.state.texts = len(sampler)
-                try:
-                    if sampler.sync():
-                        self.state.problem = None
-                except OSError:
-                    self._drop(sampler.unsynced)
-                    raise
+                if is_last or time.monotonic() - synced >= _SECONDS_BETWEEN_SYNCS:
+                    self._sync(sampler)
+                    synced = time.monotonic()
+
+    def _sync(self, sampler: TextSampler) -> None:
+        """Write to the disk. Raises OSError."""
+        try:
+            if sampler.sync():
+                self.state.problem = None
+        except OSError:
+            self._drop(sampler.unsynced)
+            raise
 
     def _pause(self, error: OSError) -> None:
         """Drop what waits, and wait before the next try."""

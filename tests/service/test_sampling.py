@@ -53,6 +53,7 @@ def root(built, tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 0.005)
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 0.01)
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.02)
 
@@ -182,7 +183,7 @@ def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
 
 def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_MAX_WAITING_TOKENS", 10)
-    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 3600)  # the thread takes nothing before the end
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 3600)  # the thread takes nothing before the end
     kept = Sampling(100, 168.0, Metrics())
     kept.offer(None, [PrefillPart.of([[1, 2]])])  # before it has begun: not a candidate
     kept.begin(tmp_path)
