@@ -68,6 +68,7 @@ class _Commands(LazyCommands):
             "drift": "benchmarks.commands.drift:drift",
             "engine": "benchmarks.commands.engine:engine",
             "evaluate": "benchmarks.commands.evaluate:evaluate",
+            "fleet": "benchmarks.commands.fleet:bench_fleet",
             "figures": "benchmarks.commands.figures:figures",
             "http": "benchmarks.commands.http:bench_http",
             "index": "benchmarks.commands.index:bench_index",

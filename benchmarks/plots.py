@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from attncache_core.evaluation.comparison import MethodReport
 from benchmarks.measuring.drift import Arm, ArmDay, saved_share
+from benchmarks.measuring.fleet import FleetReport
 from benchmarks.measuring.hit_costs import HitCosts
 from benchmarks.papers.blending import MethodReport as BlendingReport
 from benchmarks.papers.curves import Curves, pareto_front
@@ -190,3 +191,35 @@ class DriftPlots(Plots):
                 axes.plot(*zip(*points, strict=True), marker=".", label=arm)
         figure.axes[0].legend()
         self._save(figure, "drift")
+
+
+class FleetPlots(Plots):
+    """Writes the plot of simulated fleets, and its data."""
+
+    def fleet(self, found: Mapping[tuple[int, bool], Sequence[FleetReport]], token_gb: float) -> None:
+        """Plot work and traffic of the store against the number of servers, by route.
+
+        found: reports by number of servers and whether they share a store. token_gb: of one token's keys and
+        values.
+        """
+        rows = [
+            (servers, has_store, report.route, report.busy, report.read_tokens_per_second * token_gb)
+            for (servers, has_store), reports in found.items()
+            for report in reports
+        ]
+        self._write("fleet", ("servers", "store", "route", "busy", "store_gb_per_second"), rows)
+        figure = self._figure(figsize=(10.0, 4.5), layout="constrained")
+        busy, traffic = figure.subplots(1, 2)
+        busy.set_ylabel("work that arrives, as a share of the servers (dashed: no shared store)")
+        traffic.set_ylabel("read from the shared store, GB/s")
+        for axes, column, stores in ((busy, 3, (True, False)), (traffic, 4, (True,))):
+            axes.set_xlabel("servers")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            for number, route in enumerate(dict.fromkeys(row[2] for row in rows)):
+                for has_store in stores:
+                    points = [(row[0], row[column]) for row in rows if row[1:3] == (has_store, route)]
+                    style = {"label": route} if has_store else {"linestyle": "--"}
+                    axes.plot(*zip(*points, strict=True), marker=".", color=f"C{number}", **style)
+        busy.legend()
+        self._save(figure, "fleet")

@@ -1,0 +1,118 @@
+"""`benchmarks fleet` simulates servers behind entrances: laws that hold for every route."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from command_line import assert_one_line, run, succeeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.__main__ import main
+from benchmarks.measuring.fleet import (
+    ROUTES,
+    Event,
+    EventKind,
+    Fleet,
+    Ring,
+    Server,
+    Simulation,
+    Tier,
+    Traffic,
+    draw_requests,
+    simulate,
+)
+
+TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
+FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_request_is_answered_once_whatever_happens_to_servers(route):
+    events = (Event(20, EventKind.LOST, 2), Event(25, EventKind.ADDED, 1), Event(30, EventKind.SLOW, 1))
+    fleet = Fleet(servers=6, entrances=2, has_store=True, events=events)
+    requests = draw_requests(TRAFFIC, fleet)
+    simulation = Simulation(fleet)
+    simulation.run(route, requests)
+    answered = Counter(arrival for arrival, _ in simulation._latencies)
+    assert answered == Counter(request.arrival for request in requests)
+    assert all(seconds >= 0 for _, seconds in simulation._latencies)
+    assert not any(entrance.total for entrance in simulation.entrances)
+    assert [server.number for server in simulation.servers if server.is_lost] == [0, 1]
+    assert len(simulation.alive) == 5
+
+
+def test_work_of_a_shared_store_is_what_is_computed_once():
+    """With everything kept for ever, work is the load that was asked for, and first visits of prefixes."""
+    fleet = Fleet(servers=6, memory_tokens=10**9, has_store=True, store_tokens_per_second=1e9)
+    traffic = Traffic(seconds=400, load=0.6, prefixes=5)
+    for report in simulate(ROUTES, traffic, fleet):
+        assert report.busy == pytest.approx(0.6, rel=0.15)
+        assert report.memory_hit_rate + report.store_hit_rate > 0.97
+
+
+def test_routes_are_equal_on_one_server():
+    found = list(simulate(ROUTES, TRAFFIC, Fleet(servers=1, memory_tokens=5000, disk_tokens=10**6)))
+    assert len({(r.memory_hit_rate, r.disk_hit_rate, r.busy, r.p50_seconds) for r in found}) == 1
+    assert found[0].disk_hit_rate > 0
+
+
+def test_same_seed_gives_the_same_reports_and_the_oracle_is_the_fastest():
+    first, second = (list(simulate(ROUTES, TRAFFIC, FLEET)) for _ in range(2))
+    assert first == second
+    *others, oracle = first
+    assert oracle.p99_seconds <= min(report.p99_seconds for report in others)
+
+
+def test_lost_server_moves_few_keys_of_others():
+    """As in Envoy, the places of a server on the ring depend a little on the number of servers."""
+    servers = [Server(number, FLEET, None) for number in range(10)]
+    before, after = Ring(servers), Ring([server for server in servers if server.number != 4])
+    owners = {key: before.number(key) for key in range(2000)}
+    others = [key for key, owner in owners.items() if owner != 4]
+    assert sum(after.number(key) != owners[key] for key in others) < 0.15 * len(others)
+    assert 4 not in {after.number(key) for key in owners}
+    assert min(Counter(owners.values()).values()) > 100
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=60))
+def test_tier_keeps_the_most_recently_used_prefixes_that_fit(puts):
+    tier, used = Tier(100), []
+    longest = Counter()
+    for key, tokens in puts:
+        tier.put(key, tokens, 0.0)
+        used = [other for other in used if other != key] + [key]
+        longest[key] = max(longest[key], tokens)
+        while sum(longest[other] for other in used) > 100:
+            del longest[used.pop(0)]
+    assert [tier.find(key, 0.0) for key in range(6)] == [longest[key] for key in range(6)]
+
+
+def test_requests_arrive_in_order_at_the_load_asked_for():
+    requests = draw_requests(TRAFFIC, FLEET)
+    assert all(before.arrival <= after.arrival for before, after in pairwise(requests))
+    new = sum(request.tokens - request.prefix for request in requests)
+    assert new / TRAFFIC.seconds / 6 / 800 == pytest.approx(0.6, rel=0.2)
+    plain = [request for request in requests if request.key is None]
+    assert len(plain) / len(requests) == pytest.approx(0.2, abs=0.05)
+
+
+def test_command_prints_tables_and_writes_plot_and_report(tmp_path):
+    file = tmp_path / "report.json"
+    options = ("--servers", 2, "--servers", 4, "--seconds", 30, "--event", "20:lost:1", "--disk-gb", 1)
+    shown = succeeded(run("fleet", *options, "--json", file, "--output", tmp_path, program=main))
+    assert shown.count("shared store") == 4
+    tables = json.loads(file.read_text("utf-8"))["tables"]
+    assert [(table["servers"], table["store"]) for table in tables] == [
+        (2, False),
+        (2, True),
+        (4, False),
+        (4, True),
+    ]
+    assert (tmp_path / "fleet.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("event", ["20:gone:1", "lost", "20:lost:0", "-1:lost:1", "nan:lost:1", "1:lost:64"])
+def test_event_that_cannot_happen_is_refused(event):
+    assert_one_line(run("fleet", "--event", event, program=main), "--event")
