@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from random import Random
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from benchmarks.measuring.conversations import Conversations, draw_turns
 # As the entrance of docker/envoy.yaml is configured.
 _MIN_RING_SIZE = 1024
 _HASH_BALANCE = 1.25
+# Above the keys of all prefixes.
+_FIRST_TEXT = 1 << 40
 
 
 class Request(NamedTuple):
@@ -136,11 +139,11 @@ def draw_requests(traffic: Traffic, fleet: Fleet) -> list[Request]:
         for turn in draw_turns(conversations)
         if lead <= turn.arrival < lead + traffic.seconds
     ]
-    count = traffic.prefixes * fleet.servers
-    lengths = random.integers(*traffic.prefix_tokens, count, endpoint=True)
-    popularity = 1 / np.arange(1, count + 1)  # Zipf
+    prefixes = traffic.prefixes * fleet.servers
+    lengths = random.integers(*traffic.prefix_tokens, prefixes, endpoint=True)
+    popularity = 1 / np.arange(1, prefixes + 1)  # Zipf
     arrivals = _arrivals(random, traffic.few_shot * rate, traffic.seconds)
-    chosen = random.choice(count, len(arrivals), p=popularity / popularity.sum())
+    chosen = random.choice(prefixes, len(arrivals), p=popularity / popularity.sum())
     for arrival, key in zip(arrivals.tolist(), chosen.tolist(), strict=True):
         length = int(lengths[key])
         requests.append(Request(arrival, key, length, length, length + traffic.text_tokens))
@@ -228,6 +231,7 @@ class Server:
         self.store = store
         self.speed = fleet.tokens_per_second
         self._fleet = fleet
+        self._texts = count(_FIRST_TEXT)  # keys of texts, which nobody looks up
 
     def look_up(self, request: Request, now: float) -> Found:
         """Return where a prompt's tokens would come from. What is faster computed is not loaded."""
@@ -257,10 +261,14 @@ class Server:
         self.work += found.seconds
         if found.store and self.store is not None:
             self.store.take(found.store, start)
-        if request.key is not None:
-            shared = [self.store.tier] if self.store else []
-            for tier in (self.memory, *([self.disk] if self.disk else []), *shared):
+        tiers = [self.memory] if self.disk is None else [self.memory, self.disk]
+        for tier in tiers:
+            if request.key is not None:
                 tier.put(request.key, request.stored, self.free_at)
+            if request.tokens > request.stored:  # of a text, which takes room until it leaves
+                tier.put(next(self._texts), request.tokens - request.stored, self.free_at)
+        if request.key is not None and self.store is not None:
+            self.store.tier.put(request.key, request.stored, self.free_at)
         return found, self.free_at
 
 
