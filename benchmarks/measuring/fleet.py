@@ -121,9 +121,11 @@ def requests_per_second(traffic: Traffic, fleet: Fleet) -> float:
 
 
 def draw_requests(traffic: Traffic, fleet: Fleet) -> list[Request]:
-    """Return the requests of all clients by arrival. The same arguments give the same requests."""
+    """Return the requests of all clients by arrival. The same arguments give the same requests.
+
+    Requests before 0 fill the tiers, and begin the conversations that go on at 0.
+    """
     random, rate = np.random.default_rng(traffic.seed), requests_per_second(traffic, fleet)
-    # At the start, as many conversations go on as later.
     lead = 3 * traffic.turns * traffic.think_seconds
     conversations = Conversations(
         sessions=math.ceil(traffic.conversations * rate * (lead + traffic.seconds) / traffic.turns),
@@ -137,24 +139,24 @@ def draw_requests(traffic: Traffic, fleet: Fleet) -> list[Request]:
     requests = [
         Request(turn.arrival - lead, -1 - turn.session, turn.history, turn.tokens, turn.tokens)
         for turn in draw_turns(conversations)
-        if lead <= turn.arrival < lead + traffic.seconds
+        if turn.arrival < lead + traffic.seconds
     ]
     prefixes = traffic.prefixes * fleet.servers
     lengths = random.integers(*traffic.prefix_tokens, prefixes, endpoint=True)
     popularity = 1 / np.arange(1, prefixes + 1)  # Zipf
-    arrivals = _arrivals(random, traffic.few_shot * rate, traffic.seconds)
+    arrivals = _arrivals(random, traffic.few_shot * rate, -lead, traffic.seconds)
     chosen = random.choice(prefixes, len(arrivals), p=popularity / popularity.sum())
     for arrival, key in zip(arrivals.tolist(), chosen.tolist(), strict=True):
         length = int(lengths[key])
         requests.append(Request(arrival, key, length, length, length + traffic.text_tokens))
     plain = (1 - traffic.few_shot - traffic.conversations) * rate
-    for arrival in _arrivals(random, plain, traffic.seconds).tolist():
+    for arrival in _arrivals(random, plain, 0, traffic.seconds).tolist():
         requests.append(Request(arrival, None, 0, 0, traffic.text_tokens))
     return sorted(requests, key=lambda request: request.arrival)
 
 
-def _arrivals(random: np.random.Generator, rate: float, seconds: float) -> np.ndarray:
-    return random.uniform(0, seconds, random.poisson(max(0.0, rate) * seconds))
+def _arrivals(random: np.random.Generator, rate: float, first: float, last: float) -> np.ndarray:
+    return random.uniform(first, last, random.poisson(max(0.0, rate) * (last - first)))
 
 
 class Tier:
@@ -331,8 +333,8 @@ class Simulation:
     def run(self, route: str, requests: Sequence[Request]) -> FleetReport:
         """Send requests by a route of ROUTES. A simulation runs once.
 
-        In the first quarter computing takes no time, so that the tiers are full when the servers begin to
-        queue. The report is of the second half.
+        Before 0 computing takes no time, so that the tiers are full when the servers begin to queue. The
+        report is of the second half of the time after 0.
         """
         choose, half = ROUTES[route], requests[-1].arrival / 2
         self._set_speed(math.inf)
@@ -341,7 +343,7 @@ class Simulation:
         before: dict[int, float] = {}
         for number, request in enumerate(requests):
             self._advance(request.arrival, choose)
-            if is_warming and request.arrival >= half / 2:
+            if is_warming and request.arrival >= 0:
                 is_warming = False
                 self._set_speed(self.fleet.tokens_per_second)
             if not before and request.arrival >= half:
@@ -478,8 +480,10 @@ def _others(first: Server, servers: Sequence[Server], key: int) -> Iterator[Serv
         yield servers[random.randrange(len(servers))]
 
 
-def _oracle(simulation: Simulation, _: Entrance, request: Request, now: float) -> Server:
+def _oracle(simulation: Simulation, entrance: Entrance, request: Request, now: float) -> Server:
     """Return the server that answers first, by what all servers have stored and have to do."""
+    if now < 0:  # all answer at once
+        return _ring_hash(simulation, entrance, request, now)
     holders = simulation.holders.get(request.key, set()) if request.key is not None else set()
     candidates = [simulation.servers[number] for number in holders]
     return min(

@@ -92,6 +92,7 @@ def test_tier_keeps_the_most_recently_used_prefixes_that_fit(puts):
 def test_requests_arrive_in_order_at_the_load_asked_for():
     requests = draw_requests(TRAFFIC, FLEET)
     assert all(before.arrival <= after.arrival for before, after in pairwise(requests))
+    requests = [request for request in requests if request.arrival >= 0]
     new = sum(request.tokens - request.prefix for request in requests)
     assert new / TRAFFIC.seconds / 6 / 800 == pytest.approx(0.6, rel=0.2)
     plain = [request for request in requests if request.key is None]
