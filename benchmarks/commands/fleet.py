@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,10 +17,13 @@ from benchmarks.measuring.fleet import (
     EventKind,
     Fleet,
     FleetReport,
+    Simulation,
     Traffic,
+    draw_requests,
     requests_per_second,
     simulate,
 )
+from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
 from benchmarks.plots import FleetPlots
 from service.commands.options import json_option
 from service.commands.progress import shown_progress
@@ -39,6 +43,7 @@ _COLUMNS = [
     "dollars per million",
 ]
 _PLANNED_BUSY = 0.7
+_TEXT_TOKENS = 50
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -112,6 +117,27 @@ def _positive(name: str, default: float, help_text: str) -> Callable[[F], F]:
     help="Servers that are lost, added or slow from a time on, such as 200:lost:1. May be repeated.",
 )
 @_positive("--server-dollars", 0.1, "Price of a server for an hour.")
+@click.option(
+    "--context",
+    type=click.IntRange(min=128),
+    default=4096,
+    show_default=True,
+    help="Tokens of the longest prompt.",
+)
+@click.option(
+    "--replay",
+    "entrance",
+    metavar="URL",
+    help="Send the requests to this entrance too, and compare. Number and speeds are then those of "
+    "--replay-server.",
+)
+@click.option(
+    "--replay-server",
+    "replay_servers",
+    metavar="URL",
+    multiple=True,
+    help="A server behind the entrance of --replay. Needed for each of them.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of all random choices.")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder for a plot (PNG) with its data (CSV)."
@@ -131,6 +157,9 @@ def bench_fleet(
     store_gb_per_second: float,
     events: tuple[Event, ...],
     server_dollars: float,
+    context: int,
+    entrance: str | None,
+    replay_servers: tuple[str, ...],
     seed: int,
     output: Path | None,
     json_file: Path | None,
@@ -144,7 +173,20 @@ def bench_fleet(
         raise click.BadParameter("not all servers can be lost", param_hint="--event")
     token_gb = token_kb / 1e6
     shares = (1 - plain_share) / 2
-    traffic = Traffic(seconds, load, few_shot=shares, conversations=shares, seed=seed)
+    longest = min(1000, context - _TEXT_TOKENS)
+    traffic = Traffic(
+        seconds,
+        load,
+        few_shot=shares,
+        conversations=shares,
+        prefix_tokens=(min(200, longest // 2), longest),
+        text_tokens=_TEXT_TOKENS,
+        context=context,
+        seed=seed,
+    )
+    if entrance is not None:
+        _compare(Cluster(entrance, replay_servers), traffic, json_file)
+        return
     fleet = Fleet(
         servers=sizes[0],
         entrances=entrances,
@@ -185,6 +227,35 @@ def bench_fleet(
     if output is not None:
         FleetPlots(output, "").fleet(found, token_gb)
     write_json(json_file, {"traffic": asdict(traffic), "fleet": asdict(fleet), "tables": tables})
+
+
+def _compare(cluster: Cluster, traffic: Traffic, json_file: Path | None) -> None:
+    """Compare the simulation with real servers."""
+    if not cluster.servers:
+        raise click.BadParameter("needed with --replay", param_hint="--replay-server")
+    fleet = asyncio.run(measured_fleet(cluster))
+    # The servers begin empty, and so does the simulation.
+    requests = [request for request in draw_requests(traffic, fleet) if request.arrival >= 0]
+    simulated = Simulation(fleet, traffic.seed).run("bounded ring hash", requests)
+    measured = asyncio.run(replay(cluster, requests))
+    names = (
+        "memory_hit_rate",
+        "disk_hit_rate",
+        "store_hit_rate",
+        "computed_tokens",
+        "p50_seconds",
+        "p99_seconds",
+    )
+    show_table(
+        f"{len(requests)} requests; servers compute {fleet.tokens_per_second:.0f} tokens/s and "
+        f"{fleet.request_seconds * 1e3:.1f} ms per request, and read "
+        f"{fleet.store_tokens_per_second:.0f} tokens/s",
+        ["", "simulated", "measured"],
+        [[name, *(f"{getattr(report, name):.3f}" for report in (simulated, measured))] for name in names],
+    )
+    click.echo(f"statuses: {measured.statuses}")
+    report = {"fleet": asdict(fleet), "simulated": asdict(simulated), "measured": asdict(measured)}
+    write_json(json_file, {"traffic": asdict(traffic), **report})
 
 
 def _cells(report: FleetReport, token_gb: float, price: float) -> list[str]:

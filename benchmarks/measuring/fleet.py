@@ -55,6 +55,7 @@ class Traffic:
     text_tokens: int = 50  # of a text behind a few-shot prompt, and of a plain text
     turns: float = 5.75
     turn_tokens: float = 100.0
+    context: int = 4096  # tokens of the longest conversation
     think_seconds: float = 10.0
     seed: int = 0
 
@@ -82,6 +83,7 @@ class Fleet:
     servers: int
     entrances: int = 1
     tokens_per_second: float = 800.0  # that a server computes
+    request_seconds: float = 0.0  # that a request takes beside its tokens
     memory_tokens: int = 56_000  # that fit into a server's memory tier
     disk_tokens: int = 0  # that fit on a server's disk; 0: no disk tier
     disk_tokens_per_second: float = 50_000.0
@@ -100,6 +102,7 @@ class FleetReport:
     memory_hit_rate: float
     disk_hit_rate: float
     store_hit_rate: float
+    computed_tokens: int
     busy: float  # work that arrived, as a share of what the servers can do
     greatest: float  # the most work of a server, over the mean
     p50_seconds: float  # from arrival to answer
@@ -133,7 +136,7 @@ def draw_requests(traffic: Traffic, fleet: Fleet) -> list[Request]:
         turns=traffic.turns,
         turn_tokens=traffic.turn_tokens,
         think_seconds=traffic.think_seconds,
-        context=4096,
+        context=traffic.context,
         seed=traffic.seed,
     )
     requests = [
@@ -238,10 +241,10 @@ class Server:
     def look_up(self, request: Request, now: float) -> Found:
         """Return where a prompt's tokens would come from. What is faster computed is not loaded."""
         if request.key is None:
-            return Found(0, 0, 0, request.tokens / self.speed)
+            return Found(0, 0, 0, self._beside + request.tokens / self.speed)
         known = memory = min(request.prefix, self.memory.find(request.key, now))
         disk = store = 0
-        seconds = 0.0
+        seconds = self._beside
         if self.disk is not None and self._fleet.disk_tokens_per_second > self.speed:
             disk = max(0, min(request.prefix, self.disk.find(request.key, now)) - known)
             known += disk
@@ -254,6 +257,10 @@ class Server:
                 known += more
                 seconds += loading
         return Found(memory, disk, store, seconds + (request.tokens - known) / self.speed)
+
+    @property
+    def _beside(self) -> float:
+        return 0.0 if math.isinf(self.speed) else self._fleet.request_seconds
 
     def serve(self, request: Request, now: float) -> tuple[Found, float]:
         """Compute a prompt when its turn comes. Returns where its prefix was, and when it is answered."""
@@ -339,7 +346,7 @@ class Simulation:
         choose, half = ROUTES[route], requests[-1].arrival / 2
         self._set_speed(math.inf)
         found = np.zeros(3)
-        prefixes, is_warming = 0, True
+        prefixes, tokens, is_warming = 0, 0, True
         before: dict[int, float] = {}
         for number, request in enumerate(requests):
             self._advance(request.arrival, choose)
@@ -353,6 +360,7 @@ class Simulation:
             if before:
                 found += taken[:3]
                 prefixes += request.prefix
+                tokens += request.tokens
         end = requests[-1].arrival
         backlog = [max(0.0, server.free_at - end) for server in self.alive]
         self._advance(math.inf, choose)
@@ -365,6 +373,7 @@ class Simulation:
             memory_hit_rate=memory,
             disk_hit_rate=disk,
             store_hit_rate=store,
+            computed_tokens=int(tokens - found.sum()),
             busy=float(work.mean() / (end - half)),
             greatest=float(work.max() / work.mean()),
             p50_seconds=float(np.percentile(late, 50)),

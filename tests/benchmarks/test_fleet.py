@@ -1,10 +1,12 @@
 """`benchmarks fleet` simulates servers behind entrances: laws that hold for every route."""
 
+import asyncio
 import json
 from collections import Counter
 from itertools import pairwise
 
 import pytest
+from aiohttp import web
 from command_line import assert_one_line, run, succeeded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from benchmarks.measuring.fleet import (
     draw_requests,
     simulate,
 )
+from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
 
 TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
 FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)
@@ -117,3 +120,47 @@ def test_command_prints_tables_and_writes_plot_and_report(tmp_path):
 @pytest.mark.parametrize("event", ["20:gone:1", "lost", "20:lost:0", "-1:lost:1", "nan:lost:1", "1:lost:64"])
 def test_event_that_cannot_happen_is_refused(event):
     assert_one_line(run("fleet", "--event", event, program=main), "--event")
+
+
+async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
+    """Serve what the replay asks for. Of a prompt, the tokens are cached that an earlier prompt begins with."""
+
+    async def embed(request: web.Request) -> web.Response:
+        [ids] = (await request.json())["inputs"]
+        cached = next((size for size in range(len(ids), 0, -1) if tuple(ids[:size]) in seen), 0)
+        seen.update(tuple(ids[:size]) for size in range(1, len(ids) + 1))
+        return web.json_response([[0.0]], headers={"X-AttnCache-Cached-Tokens": f"{cached}/{len(ids)}"})
+
+    async def info(_: web.Request) -> web.Response:
+        memory, given = {"most_bytes": 10**9}, {"memory": len(seen), "disk": 0}
+        key_values = {"memory": memory, "block_tokens": 16, "block_bytes": 16, "given_blocks": given}
+        return web.json_response({"key_values": key_values})
+
+    app = web.Application()
+    app.add_routes([web.post("/embed", embed), web.get("/info", info)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+def test_replay_finds_the_hit_rate_of_the_simulation():
+    fleet = Fleet(servers=1, tokens_per_second=2000.0)
+    traffic = Traffic(2, 0.9, prefix_tokens=(20, 40), text_tokens=10, turn_tokens=20, think_seconds=0.2)
+    requests = [request for request in draw_requests(traffic, fleet) if request.arrival >= 0]
+
+    async def replayed():
+        runner = await _serve_prefixes(set())
+        host, port = runner.addresses[0][:2]
+        cluster = Cluster(f"http://{host}:{port}", [f"http://{host}:{port}"])
+        try:
+            return await measured_fleet(cluster), await replay(cluster, requests)
+        finally:
+            await runner.cleanup()
+
+    measured, found = asyncio.run(replayed())
+    simulated = Simulation(fleet).run("bounded ring hash", requests)
+    assert measured.memory_tokens == 10**9
+    assert found.statuses == {200: len(requests)}
+    assert found.memory_hit_rate == pytest.approx(simulated.memory_hit_rate, abs=0.1)
+    assert found.computed_tokens == pytest.approx(simulated.computed_tokens, rel=0.15)

@@ -1,0 +1,177 @@
+"""Send the requests of a simulated fleet to real servers, and measure what the simulation predicts.
+
+servers -> measured_fleet -> Fleet, with the servers' own speeds
+Request, by arrival -> replay -> Replayed: the same figures as FleetReport
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from attncache_core import InvalidInput
+from benchmarks.measuring.fleet import Fleet, Request
+
+_TIERS = "memory", "disk", "shared"  # as in /info
+_MEASURED_PROMPTS = 8
+_SHORT, _LONG = 32, 288  # tokens
+_TOKENS = 3, 100  # ids that every vocabulary has, and that are seldom special tokens
+# Above the tokens of the requests themselves.
+_MEASURING_SEED = 1 << 50
+_SETTLE_SECONDS = 1.0  # until a server has saved what it computed
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Real servers, and the entrance in front of them."""
+
+    entrance: str  # URL
+    servers: Sequence[str]  # URLs
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What servers did with the second half of a trace; see FleetReport."""
+
+    memory_hit_rate: float
+    disk_hit_rate: float
+    store_hit_rate: float
+    computed_tokens: int
+    p50_seconds: float
+    p99_seconds: float
+    statuses: dict[int, int]  # of all requests
+
+
+async def measured_fleet(cluster: Cluster) -> Fleet:
+    """Return a fleet with the speeds and the memory of real servers, which compute all at once.
+
+    Raises InvalidInput if a server stores no keys and values.
+    """
+    async with aiohttp.ClientSession() as session:
+        stats = await _stats(session, cluster.servers[0])
+        short, long = [await _seconds_per_prompt(session, cluster, size) for size in (_SHORT, _LONG)]
+        speed = (_LONG - _SHORT) / max(1e-9, long - short)
+        has_store = _TIERS[-1] in stats["given_blocks"]
+        return Fleet(
+            servers=len(cluster.servers),
+            tokens_per_second=speed,
+            request_seconds=max(0.0, short - _SHORT / speed),
+            memory_tokens=stats["memory"]["most_bytes"] * stats["block_tokens"] // stats["block_bytes"],
+            has_store=has_store,
+            store_tokens_per_second=await _store_speed(session, cluster, short) if has_store else 1.0,
+        )
+
+
+async def replay(cluster: Cluster, requests: Sequence[Request]) -> Replayed:
+    """Send requests to the entrance when they arrive."""
+    half = requests[-1].arrival / 2
+    answers: list[tuple[Request, int, float, int]] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        before: Counter[str] = Counter()
+        started = time.perf_counter()
+
+        async def send(number: int, request: Request) -> None:
+            await asyncio.sleep(max(0.0, request.arrival - (time.perf_counter() - started)))
+            ids = _ids(request, number)
+            headers = {} if request.key is None else {"X-AttnCache-Affinity": str(request.key)}
+            sent = time.perf_counter()
+            status, cached = await _embed(session, cluster.entrance, ids, headers)
+            answers.append((request, status, time.perf_counter() - sent, cached))
+
+        async def look_at_half() -> None:
+            await asyncio.sleep(half)
+            before.update(await _given(session, cluster))
+
+        await asyncio.gather(look_at_half(), *(send(*numbered) for numbered in enumerate(requests)))
+        given = await _given(session, cluster)
+        given.subtract(before)
+    late = [answer for answer in answers if answer[0].arrival >= half]
+    cached = sum(cached for *_, cached in late)
+    prefixes = max(1, sum(request.prefix for request, *_ in late))
+    rates = {tier: given[tier] / max(1, given.total()) * cached / prefixes for tier in _TIERS}
+    seconds = [seconds for _, status, seconds, _ in late if status == 200]
+    return Replayed(
+        memory_hit_rate=rates["memory"],
+        disk_hit_rate=rates["disk"],
+        store_hit_rate=rates[_TIERS[-1]],
+        computed_tokens=sum(request.tokens for request, *_ in late) - cached,
+        p50_seconds=float(np.percentile(seconds, 50)),
+        p99_seconds=float(np.percentile(seconds, 99)),
+        statuses=dict(Counter(status for _, status, *_ in answers)),
+    )
+
+
+async def _seconds_per_prompt(session: aiohttp.ClientSession, cluster: Cluster, size: int) -> float:
+    """Return the seconds of a prompt of this size while all servers compute."""
+
+    async def compute(server: str, seed: int) -> None:
+        for number in range(_MEASURED_PROMPTS):
+            await _embed(session, server, _random_ids(seed + number, size), {})
+
+    started = time.perf_counter()
+    seeds = range(_MEASURING_SEED + 1000 * size, _MEASURING_SEED + 1000 * (size + 1), 20)
+    await asyncio.gather(*map(compute, cluster.servers, seeds))
+    return (time.perf_counter() - started) / _MEASURED_PROMPTS
+
+
+async def _store_speed(session: aiohttp.ClientSession, cluster: Cluster, short: float) -> float:
+    """Return the tokens per second that a server reads from the shared store."""
+    if len(cluster.servers) < 2:
+        raise InvalidInput("two servers are needed to measure the shared store", field="replay-server")
+    prompts = [_random_ids(_MEASURING_SEED - number, _LONG) for number in range(1, 9)]
+    for ids in prompts:
+        await _embed(session, cluster.servers[0], ids, {})
+    await asyncio.sleep(_SETTLE_SECONDS)
+    started = time.perf_counter()
+    for ids in prompts:
+        await _embed(session, cluster.servers[1], ids, {})
+    seconds = (time.perf_counter() - started) / len(prompts)
+    return _LONG / max(1e-6, seconds - short)
+
+
+async def _embed(
+    session: aiohttp.ClientSession, url: str, ids: list[int], headers: Mapping[str, str]
+) -> tuple[int, int]:
+    """Return the status of a request, and how many of its tokens were stored."""
+    body = {"inputs": [ids]}
+    async with session.post(f"{url}/embed", json=body, headers=headers) as response:
+        await response.read()
+        return response.status, int(response.headers.get("X-AttnCache-Cached-Tokens", "0").split("/")[0])
+
+
+async def _given(session: aiohttp.ClientSession, cluster: Cluster) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for server in cluster.servers:
+        total.update((await _stats(session, server))["given_blocks"])
+    return total
+
+
+async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(f"{url}/info") as response:
+        found = (await response.json()).get("key_values")
+    if not found:
+        raise InvalidInput(f"{url} stores no keys and values", field="replay-server")
+    stats: dict[str, Any] = found
+    return stats
+
+
+def _ids(request: Request, number: int) -> list[int]:
+    """Return the tokens of a request. Requests of one key begin with the same tokens."""
+    if request.key is None:
+        return _random_ids(_MEASURING_SEED // 2 + number, request.tokens)
+    if request.key < 0:  # a conversation
+        return _random_ids(-request.key, request.tokens)
+    text = _random_ids(_MEASURING_SEED // 2 + number, request.tokens - request.prefix)
+    return _random_ids(_MEASURING_SEED // 4 + request.key, request.prefix) + text
+
+
+def _random_ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(*_TOKENS, count).tolist()
