@@ -123,7 +123,7 @@ def test_event_that_cannot_happen_is_refused(event):
 
 
 async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
-    """Serve what the replay asks for. Of a prompt, the tokens are cached that an earlier prompt begins with."""
+    """Serve what the replay asks for. Tokens are cached that an earlier prompt begins with."""
 
     async def embed(request: web.Request) -> web.Response:
         [ids] = (await request.json())["inputs"]
