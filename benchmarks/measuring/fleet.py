@@ -30,6 +30,8 @@ _MIN_RING_SIZE = 1024
 _HASH_BALANCE = 1.25
 # Above the keys of all prefixes.
 _FIRST_TEXT = 1 << 40
+# Of many servers that have had a prefix, the oracle compares this many.
+_LOOKED_AT = 32
 
 
 class Request(NamedTuple):
@@ -329,7 +331,7 @@ class Simulation:
         self.entrances = [Entrance(Random(seed + number)) for number in range(fleet.entrances)]
         self.alive = list(self.servers)
         self.ring = Ring(self.alive)
-        self.holders: dict[int, set[int]] = {}  # servers that have had a prefix, for the oracle
+        self.holders: dict[int, list[int]] = {}  # servers that have had a prefix, for the oracle
         self._idle: list[tuple[float, int]] = []  # servers by the time at which they were free
         self._running: list[tuple[float, int, int, int, Request]] = []
         self._sent = 0
@@ -406,7 +408,9 @@ class Simulation:
         server = choose(self, self.entrances[entrance], request, now)
         found, finished = server.serve(request, now)
         if request.key is not None:
-            self.holders.setdefault(request.key, set()).add(server.number)
+            holders = self.holders.setdefault(request.key, [])
+            if not found.memory and server.number not in holders:
+                holders.append(server.number)
         self.entrances[entrance].count(server.number, 1)
         self._sent += 1
         heapq.heappush(self._running, (finished, self._sent, entrance, server.number, request))
@@ -493,7 +497,9 @@ def _oracle(simulation: Simulation, entrance: Entrance, request: Request, now: f
     """Return the server that answers first, by what all servers have stored and have to do."""
     if now < 0:  # all answer at once
         return _ring_hash(simulation, entrance, request, now)
-    holders = simulation.holders.get(request.key, set()) if request.key is not None else set()
+    holders = [] if request.key is None else simulation.holders.get(request.key, [])
+    if len(holders) > _LOOKED_AT:
+        holders = entrance.random.sample(holders, _LOOKED_AT)
     candidates = [simulation.servers[number] for number in holders]
     return min(
         (*(server for server in candidates if not server.is_lost), simulation.freest()),
