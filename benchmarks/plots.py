@@ -210,7 +210,8 @@ class FleetPlots(Plots):
         self._write("fleet", ("servers", "store", "route", "busy", "store_gb_per_second"), rows)
         figure = self._figure(figsize=(10.0, 4.5), layout="constrained")
         busy, traffic = figure.subplots(1, 2)
-        busy.set_ylabel("work that arrives, as a share of the servers (dashed: no shared store)")
+        busy.set_ylabel("work, as a share of the servers")
+        busy.set_title("dashed: no shared store")
         traffic.set_ylabel("read from the shared store, GB/s")
         for axes, column, stores in ((busy, 3, (True, False)), (traffic, 4, (True,))):
             axes.set_xlabel("servers")
