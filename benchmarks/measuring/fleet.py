@@ -201,15 +201,25 @@ class Store:
         self.tier = Tier(math.inf)
         self._bandwidth = bandwidth
         self._read: Counter[int] = Counter()  # tokens of each second
+        self._second = 0
+        self._waiting = 0.0  # tokens that were asked for before this second, and have not left the store
 
     def seconds(self, tokens: int, now: float) -> float:
         """Return how long it takes until so many tokens have left the store."""
-        too_many = max(0.0, self._read[int(now)] - self._bandwidth)
-        return (too_many + tokens) / self._bandwidth
+        while self._second < int(now):
+            self._waiting = self._behind(self._second)
+            self._second += 1
+        return (self._behind(int(now)) + tokens) / self._bandwidth
 
     def take(self, tokens: int, now: float) -> None:
         """Read so many tokens."""
         self._read[int(now)] += tokens
+        if now < self._second:  # another server has begun later already
+            self._waiting += tokens
+
+    def _behind(self, second: int) -> float:
+        """Return how many tokens too many are asked for until the end of a second."""
+        return max(0.0, self._waiting + self._read[second] - self._bandwidth)
 
     def read_between(self, first: float, last: float) -> int:
         """Return how many tokens were read in a range of whole seconds."""

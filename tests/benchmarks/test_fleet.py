@@ -164,3 +164,9 @@ def test_replay_finds_the_hit_rate_of_the_simulation():
     assert found.statuses == {200: len(requests)}
     assert found.memory_hit_rate == pytest.approx(simulated.memory_hit_rate, abs=0.1)
     assert found.computed_tokens == pytest.approx(simulated.computed_tokens, rel=0.15)
+
+
+def test_servers_read_no_more_than_the_store_gives():
+    fleet = Fleet(servers=6, entrances=2, memory_tokens=5000, has_store=True, store_bandwidth=2000.0)
+    for report in simulate(ROUTES, TRAFFIC, fleet):
+        assert 0 < report.read_tokens_per_second < 1.1 * 2000
