@@ -9,7 +9,7 @@ from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.remote import RemoteTier
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.reuse.kv.transfer import Transfers
+from attncache_core.reuse.kv.transfer import TransferCounts, Transfers
 
 TIERS = ("memory", "disk", "shared")
 
@@ -32,9 +32,6 @@ class DiskInfo:
     most_bytes: int
     damaged_blocks: int  # whose file was not what was saved; they were removed
     failed_writes: int  # blocks that the disk did not take
-    dropped_writes: int  # blocks that did not fit into the write buffer
-    loaded_blocks: int
-    load_stall_seconds: float  # that batches waited for blocks
     loading_pays: bool  # whether loading a token is faster than computing it, as far as known
     load_bytes_per_second: float  # 0: not measured
     prefill_tokens_per_second: float  # 0: not measured
@@ -70,6 +67,9 @@ class KeyValueInfo:
     given_blocks: Mapping[str, int]  # by tier
     stored_blocks: int  # that were computed and stored
     not_kept_blocks: int  # that were computed and not stored: all blocks in memory were in use
+    dropped_writes: int  # blocks that did not fit into the write buffer
+    loaded_blocks: int  # from disk, and from the shared store
+    load_stall_seconds: float  # that batches waited for these blocks
     recomputed_tokens: int  # that were found damaged where they were saved, or lost, and computed after all
     evicted_blocks: Mapping[str, Mapping[str, int]]  # by tier and reason
 
@@ -79,6 +79,7 @@ def key_value_info(store: KeyValueStore) -> KeyValueInfo:
     layout, counts, memory, transfers = store.layout, store.counts, store.memory, store.transfers
     evicted = {"memory": dict(memory.evicted)}
     disk = transfers.disk if transfers else None
+    transferred = transfers.counts if transfers else TransferCounts()
     if disk:
         evicted["disk"] = {"full": disk.counts.evictions}
     return KeyValueInfo(
@@ -102,21 +103,20 @@ def key_value_info(store: KeyValueStore) -> KeyValueInfo:
         given_blocks={tier: counts.given_blocks[tier] for tier in TIERS},
         stored_blocks=counts.stored_blocks,
         not_kept_blocks=counts.not_kept_blocks,
+        dropped_writes=transferred.dropped_writes,
+        loaded_blocks=transferred.loaded_blocks,
+        load_stall_seconds=transferred.stall_seconds,
         recomputed_tokens=counts.recomputed_tokens,
         evicted_blocks=evicted,
     )
 
 
 def _disk_info(transfers: Transfers, disk: DiskTier, token_bytes: int) -> DiskInfo:
-    counts = transfers.counts
     return DiskInfo(
         bytes=disk.bytes_used,
         most_bytes=disk.most_bytes,
         damaged_blocks=disk.counts.damaged,
         failed_writes=disk.counts.failed_writes,
-        dropped_writes=counts.dropped_writes,
-        loaded_blocks=counts.loaded_blocks,
-        load_stall_seconds=counts.stall_seconds,
         loading_pays=transfers.pays(token_bytes),
         load_bytes_per_second=transfers.load_speed,
         prefill_tokens_per_second=transfers.prefill_speed,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,9 +113,9 @@ class KeyValueStore:
             for index, (sequence, found) in enumerate(zip(sequences, known, strict=True)):
                 self._reserve(reservation, index, sequence.names, found.tokens // BLOCK_TOKENS)
         transfers = self.transfers if load else None
-        if transfers and reservation.new:
+        if transfers and transfers.any_pays(self.layout.token_bytes) and reservation.new:
             try:
-                loading = self._open_saved(transfers, reservation, sequences)
+                loading = self._open_saved(transfers, reservation, sequences, self.layout.token_bytes)
             except BaseException:
                 self.abandon(reservation)
                 raise
@@ -254,7 +254,7 @@ class KeyValueStore:
             reservation = self._given([known])
             self._reserve(reservation, 0, prefix_key.names[:found], known.tokens // BLOCK_TOKENS)
         try:
-            loading = self._open_saved(self.transfers, reservation, [prefix_key])
+            loading = self._open_saved(self.transfers, reservation, [prefix_key], None)
             if loading:
                 self.transfers.run(loading)
             if loading and not loading.is_damaged:
@@ -324,11 +324,17 @@ class KeyValueStore:
         return block
 
     def _open_saved(
-        self, transfers: Transfers, reservation: Reservation, sequences: Sequence[PrefixKey]
+        self,
+        transfers: Transfers,
+        reservation: Reservation,
+        sequences: Sequence[PrefixKey],
+        token_bytes: int | None,
     ) -> Loading | None:
-        """Give the saved blocks of sequences to a reservation. The caller does not hold the lock."""
+        """Give the saved blocks of sequences to a reservation. The caller does not hold the lock.
+
+        token_bytes: see Transfers.open.
+        """
         claimed = {new.block.name.key: new.block for new in reservation.new}
-        token_bytes = self.layout.token_bytes
         found = transfers.open([self._worth_opening(each, claimed) for each in sequences], token_bytes)
         opened: dict[bytes, tuple[SavedBlock, Block]] = {}
         ends = []  # of each sequence the key of its last block that is given, and the tokens until there
@@ -344,7 +350,10 @@ class KeyValueStore:
             ends.append((parent, walked))
         for file in found.values():
             file.close()
-        self._open_short(transfers, reservation, sequences, ends, claimed, opened)
+        choices = [
+            self._short_blocks(sequence, *end, opened) for sequence, end in zip(sequences, ends, strict=True)
+        ]
+        self._add_short(reservation, transfers.open_longest(choices, token_bytes), claimed, opened)
         if not opened:
             return None
         pool = self.memory.pool
@@ -363,31 +372,22 @@ class KeyValueStore:
         )
         return [name for name in front if name.key in claimed]
 
-    def _open_short(
+    def _short_blocks(
+        self, sequence: PrefixKey, parent: bytes, first: int, opened: Container[bytes]
+    ) -> list[BlockName]:
+        """Return the names of the blocks of fewer than BLOCK_TOKENS tokens from token `first`, longest first."""
+        names = (sequence.short_block(parent, first, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
+        return [name for name in names if name and name.key not in opened]
+
+    def _add_short(
         self,
-        transfers: Transfers,
         reservation: Reservation,
-        sequences: Sequence[PrefixKey],
-        ends: Sequence[tuple[bytes, int]],
-        claimed: dict[bytes, Block],
+        found: Sequence[tuple[BlockName, SavedBlock] | None],
+        claimed: Mapping[bytes, Block],
         opened: dict[bytes, tuple[SavedBlock, Block]],
     ) -> None:
-        """Open behind each end the longest saved block with fewer than BLOCK_TOKENS tokens.
-
-        The caller does not hold the lock.
-        """
-        choices = [
-            [
-                name
-                for length in range(BLOCK_TOKENS - 1, 0, -1)
-                if (name := sequence.short_block(*end, length)) and name.key not in opened
-            ]
-            for sequence, end in zip(sequences, ends, strict=True)
-        ]
-        for found in transfers.open_longest(choices, self.layout.token_bytes):
-            if found is None:
-                continue
-            name, file = found
+        """Add short blocks to those that are opened, without holding the lock."""
+        for name, file in filter(None, found):
             with self._changed:
                 block = claimed.get(name.key)
                 if block is None and name.key not in self._claimed and name.key not in self.memory:

@@ -139,22 +139,25 @@ class Transfers:
         """Where blocks are saved."""
         return [tier for tier in (self.disk, self.remote) if tier is not None]
 
-    def pays(self, token_bytes: int) -> bool:
+    def pays(self, token_bytes: int | None) -> bool:
         """Return whether a token is loaded from the disk faster than it is computed, as far as known."""
         return self.disk is not None and self._is_faster(token_bytes, self.load_speed)
 
-    def remote_pays(self, token_bytes: int) -> bool:
+    def remote_pays(self, token_bytes: int | None) -> bool:
         """Return the same for blocks that other machines have saved."""
         return self.remote is not None and self._is_faster(token_bytes, self.remote_speed)
 
-    def _is_faster(self, token_bytes: int, speed: float) -> bool:
-        return not (speed and self.prefill_speed) or token_bytes / speed < 1 / self.prefill_speed
+    def _is_faster(self, token_bytes: int | None, speed: float) -> bool:
+        if token_bytes is None or not (speed and self.prefill_speed):
+            return True
+        return token_bytes / speed < 1 / self.prefill_speed
 
-    def open(self, fronts: Sequence[Sequence[BlockName]], token_bytes: int) -> dict[bytes, SavedBlock]:
-        """Open the saved blocks of sequences that are loaded faster than computed, by key.
+    def open(self, fronts: Sequence[Sequence[BlockName]], token_bytes: int | None) -> dict[bytes, SavedBlock]:
+        """Open the saved blocks of sequences, by key.
 
-        fronts: the names of each sequence that are worth opening. Of a sequence, the disk is asked until the
-        first block that it does not have; other machines are asked once, for all others.
+        token_bytes: open only what is loaded faster than computed; None: open everything. fronts: the names
+        of each sequence that are worth opening. Of a sequence, the disk is asked until the first block that
+        it does not have; other machines are asked once, for all others.
         """
         opened: dict[bytes, SavedBlock] = {}
         if self.disk is not None and self.pays(token_bytes):
@@ -170,7 +173,7 @@ class Transfers:
         return opened
 
     def open_longest(
-        self, choices: Sequence[Sequence[BlockName]], token_bytes: int
+        self, choices: Sequence[Sequence[BlockName]], token_bytes: int | None
     ) -> list[tuple[BlockName, SavedBlock] | None]:
         """Open the first saved block of each choice; None: no block of the choice is saved. See `open`."""
         found: list[tuple[BlockName, SavedBlock] | None] = [None] * len(choices)
