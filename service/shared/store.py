@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +86,7 @@ class SharedStore:
 
     async def count(self, prefix: str = "") -> int:
         """See Store. Of a large store, a sample of the keys is looked at, and the number is an estimate."""
-        pattern = f"{self._prefix}{prefix}*"
+        pattern = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._prefix + prefix) + "*"
         cursor, found = 0, 0
         for _ in range(_LOOKS):
             cursor, names = await self._ask(

@@ -375,7 +375,7 @@ class KeyValueStore:
     def _short_blocks(
         self, sequence: PrefixKey, parent: bytes, first: int, opened: Container[bytes]
     ) -> list[BlockName]:
-        """Return the names of the blocks of fewer than BLOCK_TOKENS tokens from token `first`, longest first."""
+        """Return the names of blocks of fewer than BLOCK_TOKENS tokens at `first`, the longest first."""
         names = (sequence.short_block(parent, first, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
         return [name for name in names if name and name.key not in opened]
 

@@ -152,6 +152,10 @@ class Transfers:
             return True
         return token_bytes / speed < 1 / self.prefill_speed
 
+    def any_pays(self, token_bytes: int) -> bool:
+        """Return whether any tier loads a token faster than it is computed, as far as known."""
+        return self.pays(token_bytes) or self.remote_pays(token_bytes)
+
     def open(self, fronts: Sequence[Sequence[BlockName]], token_bytes: int | None) -> dict[bytes, SavedBlock]:
         """Open the saved blocks of sequences, by key.
 
