@@ -17,10 +17,9 @@ _CLEARED_TOGETHER = 1000
 class SharedBlocks:
     """Keeps blocks in the shared store."""
 
-    def __init__(self, address: SharedAddress, look_seconds: float = _LOOK_SECONDS) -> None:
-        """look_seconds: that a batch waits for an answer."""
+    def __init__(self, address: SharedAddress) -> None:
         self._circuit = Circuit(address, "prefixes that this server does not know are computed")
-        self._looking = BlockingClient(address, self._circuit, look_seconds)
+        self._looking = BlockingClient(address, self._circuit, _LOOK_SECONDS)
         self._reading = BlockingClient(address, self._circuit, _VALUE_SECONDS)
 
     def heads(self, names: Sequence[str], size: int) -> list[bytes]:

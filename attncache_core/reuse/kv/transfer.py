@@ -160,17 +160,18 @@ class Transfers:
         """Open the saved blocks of sequences, by key.
 
         token_bytes: open only what is loaded faster than computed; None: open everything. fronts: the names
-        of each sequence that are worth opening. Of a sequence, the disk is asked until the first block that
-        it does not have; other machines are asked once, for all others.
+        of each sequence that are worth opening. If no other machine has blocks, the disk is asked until the
+        first block of a sequence that it does not have. Other machines are asked once, for all others.
         """
         opened: dict[bytes, SavedBlock] = {}
         if self.disk is not None and self.pays(token_bytes):
             for names in fronts:
                 for name in names:
                     if name.key not in opened:
-                        if (file := self.disk.open(name)) is None:
+                        if (file := self.disk.open(name)) is not None:
+                            opened[name.key] = file
+                        elif self.remote is None:
                             break
-                        opened[name.key] = file
         if self.remote is not None and self.remote_pays(token_bytes):
             missing = {name.key: name for names in fronts for name in names if name.key not in opened}
             opened |= self.remote.open(list(missing.values()))
