@@ -1,9 +1,16 @@
 """Servers on several machines and one real Valkey: what they share, and what happens when it fails."""
 
 import asyncio
+import contextlib
 import logging
+import re
+import shutil
+import ssl
+import subprocess
+import threading
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -329,6 +336,92 @@ async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, 
                     assert SECRET not in (await server.get(path)).text
             assert SECRET not in repr(settings)
     assert SECRET not in caplog.text
+
+
+async def test_user_with_the_commands_of_the_documentation_may_do_everything(
+    valkey, folder, tmp_path, caplog
+):
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text(encoding="utf-8")
+    command = (
+        re.search(r"ACL SETUSER (?:.*\\\n)*.*", page)[0].replace("\\\n", " ").replace("PASSWORD", SECRET)
+    )
+    assert valkey.ask(*command.split()) == b"OK"
+    url = valkey.url.replace("//", f"//attncache:{SECRET}@")
+    _check_shared(Settings(shared=url))
+    key = f"client {'k' * 20} admin requests_per_minute=60"
+    engine = FakeEngine(stored={"short"}, folder=tmp_path)
+    engine.map_reuse._served.shared = findings.FindingsOfAll(Settings(shared=url).shared_address)
+    async with machines(url, engine, api_key=key, verify_rate=1) as (server,):
+        server.headers["X-API-Key"] = "k" * 20
+        assert_is_about(await turn(server, transcript="a"), "a")
+        assert_is_about(await turn(server, append="b"), "ab")
+        values = samples((await server.get("/metrics")).text)
+        assert (values["attncache_sessions",], values["attncache_shared_away",]) == (1, 0)
+    assert engine.map_reuse.reuse_off == []
+    models = engine_of(folder, url), engine_of(folder, url)
+    assert outputs(models[0]).tokens > outputs(models[1]).tokens == 0
+    models[0].key_values.store.clear()
+    for model in models:
+        assert (shared_counts(model).failures, shared_counts(model).failed_writes) == (0, 0)
+        model.close()
+    assert "cannot be used" not in caplog.text
+    assert valkey.ask("DBSIZE") == 3  # a history, a quota and findings
+
+
+@pytest.fixture
+def encrypted(valkey, tmp_path):
+    """Pass what comes encrypted on to the server; yield the port and the file of the certificate."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
+    names = ["-subj", "/CN=store", "-addext", "subjectAltName=DNS:localhost", "-days", "3650"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
+
+    async def copy(reader, writer):
+        with contextlib.suppress(OSError):
+            while content := await reader.read(2**16):
+                writer.write(content)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader, writer):
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", valkey.port)
+        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+
+    async def listen():
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        found.append(server.sockets[0].getsockname()[1])
+        ready.set()
+
+    def run():
+        loop.create_task(listen())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(30)
+    yield found[0], tmp_path / "cert.pem"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+async def test_certificate_and_name_of_the_store_are_checked(encrypted, monkeypatch, caplog):
+    port, certificate = encrypted
+    with pytest.raises(InvalidSettings, match="its certificate is not accepted"):
+        _check_shared(Settings(shared=f"valkeys://localhost:{port}"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with pytest.raises(InvalidSettings, match="its certificate is not accepted"):
+        _check_shared(Settings(shared=f"valkeys://127.0.0.1:{port}"))  # the name is another one
+    url = f"valkeys://localhost:{port}"
+    _check_shared(Settings(shared=url))
+    async with machines(url, FakeEngine(), FakeEngine()) as (first, second):
+        assert_is_about(await turn(first, transcript="a"), "a")
+        assert_is_about(await turn(second, append="b"), "ab")
+    assert "cannot be used" not in caplog.text
 
 
 @pytest.mark.parametrize(
