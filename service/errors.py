@@ -13,6 +13,7 @@
     queue           QueueFull, NotReady                the client may retry after `Retry-After`
     process         Stuck                              a batch or the event loop has not ended for too long
                     StoreUnavailable                   the client may retry after `Retry-After`
+                    SharedUnavailable                  the client may retry after `Retry-After`
                     WorkerUnavailable                  the client may retry after `Retry-After`
     time            DeadlineExceeded                   the client can send less, or allow more time
     engine          InternalError                      a fixed sentence; the details are in the log
@@ -202,6 +203,12 @@ class StoreUnavailable(TryLater):
 
     code = "store_unavailable"
     status = 503
+
+
+class SharedUnavailable(StoreUnavailable):
+    """With `--shared`: what the servers share cannot be read or written, such as the history of a session."""
+
+    code = "shared_unavailable"
 
 
 class WorkerUnavailable(TryLater):

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.access.keys import key_ring
@@ -32,14 +32,17 @@ from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
 from service.settings.limits import MAX_BATCH_SEQUENCES
-from service.store import LocalStore, Store
+from service.store import LocalStore, Store, WithTwin
 from service.upkeep.blend_verifier import BlendVerifier
-from service.upkeep.group import Group, Worker
+from service.upkeep.group import Group, Worker, repeated
 from service.upkeep.sampling import Sampling
 from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
 from service.upkeep.verifying import LaterVerifier
 from service.upkeep.watchdog import Condition, Watchdog
+
+if TYPE_CHECKING:
+    from service.shared.store import SharedStores
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Pause:
 Loaded = PrefillEngine | str | Pause
 
 _RETRY_SECONDS = 2
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,13 @@ class ServiceState:
         self.metrics = Metrics()
         bounds = settings.max_sessions, CAPACITY_BYTES
         shared: Store = worker.store("shared") if worker else LocalStore()
+        self._of_all = _shared_stores(settings, self.metrics)
         self.group = Group(worker, shared, self.metrics) if worker else None
+        histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
+        if self._of_all is not None and settings.shares("sessions"):
+            histories = self._of_all.store("sessions")
         self.sessions = Sessions(
-            worker.store("sessions", *bounds) if worker else LocalStore(*bounds),
+            histories,
             shared,
             *([self.group.process] if self.group else []),
             ttl_seconds=settings.session_ttl_seconds,
@@ -131,7 +139,10 @@ class ServiceState:
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
-        self.keys = key_ring(settings, shared)
+        counted: Store = shared
+        if self._of_all is not None and settings.shares("quotas"):
+            counted = WithTwin(self._of_all.store("quotas"), shared)
+        self.keys = key_ring(settings, counted)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
         if settings.api_keys is not None:
@@ -145,6 +156,7 @@ class ServiceState:
         self._serving: Serving | None = None
         self.preparing: str | None = None  # what is prepared behind the requests, in one line
         self._ended = threading.Event()  # set when the app ends
+        self._looking: asyncio.Task[None] | None = None  # at what other machines have found
 
     def serving(self) -> Serving:
         """Return the engine and its parts. Raises NotReady while the engine is loading."""
@@ -167,12 +179,16 @@ class ServiceState:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
         self.watchdog.start(loop)
+        if self.settings.shared is not None:
+            self._looking = loop.create_task(repeated(self._look_at_other_machines, _LOOK_SECONDS))
         if self.finished is not None:
             self.finished.start()
 
     async def close(self) -> None:
         """Finish queued requests and stop all threads."""
         self._ended.set()
+        if self._looking is not None:
+            self._looking.cancel()
         if self._serving is not None:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
@@ -185,6 +201,13 @@ class ServiceState:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         self.watchdog.stop()
+        if self._of_all is not None:
+            await self._of_all.close()
+
+    async def _look_at_other_machines(self) -> None:
+        if self._serving is not None and self._serving.batcher.verifier is not None:
+            await asyncio.to_thread(self._serving.batcher.verifier.exchange)
+        await self.sessions.remove_outdated()
 
     def _reload_keys(self) -> None:
         assert self.keys is not None
@@ -278,3 +301,16 @@ class ServiceState:
             logger.warning("the engine that serves could not be replaced: %s", error)
         elif self._on_failure is not None:
             self._on_failure(error)
+
+
+def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
+    """Return the stores for what all machines share; None if they share neither sessions nor quotas."""
+    address = settings.shared_address
+    if address is None or not (settings.shares("sessions") or settings.shares("quotas")):
+        return None
+    # Here, because without --shared nothing of it is imported.
+    from service.shared.store import SharedStores
+
+    stores = SharedStores(address, metrics.observe_shared_failure)
+    metrics.watch_shared(stores.is_away)
+    return stores

@@ -4,7 +4,8 @@
     shared      quotas, findings of verification, locks of sessions, what operators ask of all workers
 
 A server with one process keeps the values in memory (`LocalStore`), several processes of one machine in an
-SQLite file (`SqliteStore`). Methods are coroutines, so that an implementation may wait for another machine.
+SQLite file (`SqliteStore`). With --shared, histories and quotas are kept for all machines (shared/store.py).
+Methods are coroutines, so that an implementation may wait for another machine.
 Values are bytes, and callers give durations and no points in time, so that machines need not agree on a
 clock.
 """
@@ -112,6 +113,43 @@ class LocalStore:
 
     def _drop(self, key: str) -> None:
         self._bytes -= _bytes_of(key, self._entries.pop(key)[1])
+
+
+class WithTwin:
+    """A store whose values are kept in another one as long as the store cannot be used."""
+
+    def __init__(self, store: Store, twin: Store) -> None:
+        self._store, self._twin = store, twin
+
+    async def get(self, key: str, seconds: float | None = None) -> bytes | None:
+        """See Store."""
+        try:
+            return await self._store.get(key, seconds)
+        except StoreUnavailable:
+            return await self._twin.get(key, seconds)
+
+    async def put(self, key: str, value: bytes | None, seconds: float | None = None) -> None:
+        """See Store."""
+        try:
+            await self._store.put(key, value, seconds)
+        except StoreUnavailable:
+            await self._twin.put(key, value, seconds)
+
+    async def compare_and_set(
+        self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None = None
+    ) -> bool:
+        """See Store."""
+        try:
+            return await self._store.compare_and_set(key, expected, value, seconds)
+        except StoreUnavailable:
+            return await self._twin.compare_and_set(key, expected, value, seconds)
+
+    async def count(self, prefix: str = "") -> int:
+        """See Store."""
+        try:
+            return await self._store.count(prefix)
+        except StoreUnavailable:
+            return await self._twin.count(prefix)
 
 
 class SqliteStore:

@@ -23,6 +23,7 @@ from benchmarks.papers.mmlu import read_questions
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
 from service.commands.report import machine, show_machine, show_table, write_json
+from service.settings.cluster import SharedAddress
 
 _DISK_BYTES = 16 << 30
 
@@ -89,6 +90,12 @@ _DISK_BYTES = 16 << 30
     "files.",
 )
 @click.option(
+    "--shared",
+    metavar="URL",
+    help="Valkey server to measure as the shared store of several machines, valkey://HOST:PORT/0; its blocks "
+    "are removed. Default: none.",
+)
+@click.option(
     "--peer",
     "peers",
     type=click.Choice(LIBRARIES),
@@ -112,6 +119,7 @@ def bench_prefix(
     rounds: int,
     memory_bytes: int | None,
     folder: Path | None,
+    shared: str | None,
     peers: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
@@ -119,8 +127,9 @@ def bench_prefix(
 
     Every method runs each text alone and in batches. "recomputed" reuses nothing. "shared in the batch"
     computes a prefix once per batch and stores nothing. For "from memory" the prefixes are in memory, and for
-    "from disk" on disk outside the page cache; they are loaded only if that is faster. "known texts" were
-    seen as a whole.
+    "from disk" on disk outside the page cache; they are loaded only if that is faster. "from the shared
+    store" is a server that is new to the prefixes, which another one has saved. "known texts" were seen as a
+    whole.
     """
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     layout_of(engine)
@@ -157,6 +166,7 @@ def bench_prefix(
             temporary / "kv",
             _DISK_BYTES,
             measured_prefill_speed(engine),
+            SharedAddress.parse(shared) if shared else None,
         )
         workers = stack.enter_context(
             started(
@@ -170,11 +180,18 @@ def bench_prefix(
         chosen |= {worker.peer: bench.Peer(engine, worker, prefixes_found) for worker in workers}
         progress = stack.enter_context(shown_progress())
         rows = bench.measure(chosen, parts, sizes, progress)
+        shared_speed = bench.shared_bytes_per_second(chosen)
         overheads = bench.measure_overhead(
             engine, parts, sizes, _vocabulary(checkpoint), memory_bytes, progress
         )
     tokens = sum(map(len, sequences[:needed])) / needed
     _show(rows, overheads, tokens, read_speed)
+    if shared_speed:
+        size = layout_of(engine).block_bytes
+        click.echo(
+            f"The shared store was read at {shared_speed / 1e6:,.0f} MB/s: "
+            f"a block of {size / 1e3:,.0f} KB in {size / shared_speed * 1e3:.2f} ms."
+        )
     write_json(
         json_file,
         {
@@ -183,6 +200,7 @@ def bench_prefix(
             "texts": count,
             "tokens": tokens,
             "disk_read_bytes_per_second": read_speed,
+            "shared_read_bytes_per_second": shared_speed,
             "rows": [asdict(row) for row in rows],
             "overhead": [asdict(overhead) for overhead in overheads],
         },

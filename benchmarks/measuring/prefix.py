@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from benchmarks.measuring.stores import (
     timed,
 )
 from benchmarks.measuring.worker import Worker
+from service.settings.cluster import SharedAddress
+from service.shared.blocks import SharedBlocks
 
 Ids = Sequence[Sequence[int]]
 
@@ -135,23 +138,27 @@ class Known(Stored):
         self.run(texts)
 
 
-class OnDisk(Method):
-    """A store that has the prefixes on disk alone, outside the page cache, before each batch."""
+class Saved(Method):
+    """A store that has the prefixes behind its memory alone, before each batch. The subclasses say where."""
 
-    def __init__(
-        self, engine: PrefillEngine, prefixes: Ids, folder: Path, disk_bytes: int, prefill_speed: float
-    ) -> None:
+    def __init__(self, engine: PrefillEngine, prefixes: Ids, prefill_speed: float) -> None:
         super().__init__(engine)
         self.prefixes = prefixes
-        self._folder = folder
-        self._disk_bytes = disk_bytes
         self._prefill_speed = prefill_speed
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the store."""
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        """Remove what is saved. No store is open."""
+        raise NotImplementedError
 
     def prepare(self, texts: Ids) -> None:
         """See Method."""
         del texts
         self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.empty()
         self._open()
         for prefix in self.prefixes:
             self.run([prefix])
@@ -160,7 +167,6 @@ class OnDisk(Method):
     def before_batch(self) -> None:
         """See Method."""
         self.close()
-        drop_from_page_cache(self._folder)
         self._open()
 
     def close(self) -> None:
@@ -170,10 +176,52 @@ class OnDisk(Method):
             self.engine = replace(self.engine, key_values=None)
 
     def _open(self) -> None:
-        opened = open_store(
-            self.engine, self._prefill_speed, folder=self._folder, disk_bytes=self._disk_bytes
-        )
+        opened = open_store(self.engine, self._prefill_speed, **self.options())
         self.engine = replace(self.engine, key_values=opened)
+
+
+class OnDisk(Saved):
+    """Saved on disk, outside the page cache."""
+
+    def __init__(
+        self, engine: PrefillEngine, prefixes: Ids, folder: Path, disk_bytes: int, prefill_speed: float
+    ) -> None:
+        super().__init__(engine, prefixes, prefill_speed)
+        self._folder, self._disk_bytes = folder, disk_bytes
+
+    def options(self) -> dict[str, Any]:
+        """See Saved."""
+        return {"folder": self._folder, "disk_bytes": self._disk_bytes}
+
+    def empty(self) -> None:
+        """See Saved."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def before_batch(self) -> None:
+        """See Method."""
+        self.close()
+        drop_from_page_cache(self._folder)
+        self._open()
+
+
+class InSharedStore(Saved):
+    """Saved in the shared store, and asked for by a server that is new to the prefixes."""
+
+    def __init__(
+        self, engine: PrefillEngine, prefixes: Ids, address: SharedAddress, prefill_speed: float
+    ) -> None:
+        super().__init__(engine, prefixes, prefill_speed)
+        self._address = address
+
+    def options(self) -> dict[str, Any]:
+        """See Saved."""
+        return {"shared": SharedBlocks(self._address)}
+
+    def empty(self) -> None:
+        """See Saved."""
+        blocks = SharedBlocks(self._address)
+        blocks.clear()
+        blocks.close()
 
 
 class Peer(Method):
@@ -200,13 +248,15 @@ def methods(
     folder: Path,
     disk_bytes: int,
     prefill_speed: float = 0.0,
+    shared: SharedAddress | None = None,
 ) -> dict[str, Method]:
     """Return the methods by name.
 
-    folder: does not exist; the disk tier is written there. prefill_speed: see open_store.
+    folder: does not exist; the disk tier is written there. prefill_speed: see open_store. shared: where the
+    shared store is; None: it is not measured.
     """
     memory = open_store(engine, memory_bytes=memory_bytes)
-    return {
+    found: dict[str, Method] = {
         RECOMPUTED: Recomputed(engine),
         "shared in the batch": Method(engine),
         "first visit, stored": Stored(engine, memory),
@@ -214,6 +264,17 @@ def methods(
         "from disk": OnDisk(engine, prefixes, folder, disk_bytes, prefill_speed),
         "known texts": Known(engine, memory),
     }
+    if shared is not None:
+        found["from the shared store"] = InSharedStore(engine, prefixes, shared, prefill_speed)
+    return found
+
+
+def shared_bytes_per_second(chosen: dict[str, Method]) -> float | None:
+    """Return how fast the store of the last batch has measured the shared store to be; None without one."""
+    for method in chosen.values():
+        if isinstance(method, InSharedStore) and method.key_values and method.key_values.store.transfers:
+            return method.key_values.store.transfers.remote_speed
+    return None
 
 
 def measure(

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _RETRY_IN_FLIGHT_SECONDS = 1
 # Other processes may count between a look and a change.
 _MAX_TRIES = 100
+_FULL_SECONDS = 60.0  # in which an empty bucket is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class QuotaUse:
                 before = await self._store.get(self._key)
                 used = _Used.read(before, self._quotas, self._clock())
                 count(used)
-                if await self._store.compare_and_set(self._key, before, used.written()):
+                after, seconds = used.written(), used.seconds(self._clock())
+                if await self._store.compare_and_set(self._key, before, after, seconds):
                     return True
             logger.error("a request of key %s is not counted: too many others are counted", self._name)
         return False
@@ -135,15 +137,24 @@ class _Bucket:
         self.refilled_at = refilled_at
 
     def refill(self, now: float) -> None:
-        # The clocks of two machines may differ.
+        # The clocks of two machines may differ. The time never goes back, because the same seconds would be
+        # gained again; a clock that is ahead by more than it takes to fill the bucket is not believed.
+        if self.refilled_at > now + _FULL_SECONDS:
+            self.refilled_at = now
         gained = max(0.0, now - self.refilled_at) * self.per_minute / 60
         self.level = min(float(self.per_minute), self.level + gained)
-        self.refilled_at = now
+        self.refilled_at = max(now, self.refilled_at)
 
     def seconds_until_one(self, now: float) -> float:
         """Return the seconds until the bucket holds 1; 0 if it does."""
         self.refill(now)
         return max(0.0, (1 - self.level) * 60 / self.per_minute)
+
+    def seconds_until_full(self, now: float) -> float:
+        """Return the seconds until the bucket says nothing any more, with both clocks in doubt."""
+        return (
+            2 * _FULL_SECONDS + max(0.0, self.refilled_at - now) - min(0.0, self.level) * 60 / self.per_minute
+        )
 
 
 class _Used:
@@ -174,6 +185,11 @@ class _Used:
         buckets = (("requests", self.requests), ("tokens", self.tokens))
         levels = {name: (bucket.level, bucket.refilled_at) for name, bucket in buckets if bucket is not None}
         return orjson.dumps({**levels, "in_flight": self.in_flight})
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds after which nothing of this counts any more."""
+        buckets = [bucket.seconds_until_full(now) for bucket in (self.requests, self.tokens) if bucket]
+        return max([1.0, *buckets, *(ends_at - now for _, ends_at in self.in_flight.values())])
 
     def total_in_flight(self, now: float) -> int:
         self.in_flight = {

@@ -12,6 +12,7 @@ import click
 
 from attncache_core import AttnCacheError, PrefillEngine
 from service.commands.settings_options import SettingsCommand, given_options
+from service.errors import InvalidSettings
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engines
 from service.loading.renewals import with_renewals
@@ -35,6 +36,7 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
     """
     settings = gather_settings(given_options(context), config)
     configure_logging(settings.log_level, settings.log_format)
+    _check_shared(settings)
     # Before the server listens, so that a missing model is reported at once.
     checkpoint = checkpoint_of(settings)
     listeners = open_listeners(settings)
@@ -49,6 +51,21 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
     if isinstance(failure, AttnCacheError):
         raise failure
     sys.exit(1)  # the traceback has been logged
+
+
+def _check_shared(settings: Settings) -> None:
+    """Warn if the shared store cannot be used now. Raises InvalidSettings if it never can."""
+    address = settings.shared_address
+    if address is None:
+        return
+    try:
+        from service.shared.client import check_store
+    except ModuleNotFoundError as error:
+        raise InvalidSettings(
+            "--shared needs another package; install it with: pip install 'attncache[cluster]'",
+            field="shared",
+        ) from error
+    check_store(address, settings.shares("kv"))
 
 
 def _summarised(loaded: Iterator[Loaded], settings: Settings, urls: Sequence[str]) -> Iterator[Loaded]:

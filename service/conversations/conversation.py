@@ -38,21 +38,22 @@ class History:
     dropped: int = 0  # tokens that are cut
     # The salt of the keys and values that were truncated and not computed again; None: all are exact.
     namespace: bytes | None = None
+    request: str | None = None  # a digest of the id of the request that came last
 
     @classmethod
     def read(cls, content: bytes) -> History:
         """Return the history that `written` has made these bytes of."""
         header, _, ids = content.partition(b"\n")
-        lengths, sinks, dropped, namespace = orjson.loads(header)
+        lengths, sinks, dropped, namespace, request = orjson.loads(header)
         tokens = array("i", ids)
         ends = list(accumulate(lengths, initial=0))
         turns = tuple(tokens[first:last] for first, last in pairwise(ends))
-        return cls(turns, sinks, dropped, None if namespace is None else bytes.fromhex(namespace))
+        return cls(turns, sinks, dropped, None if namespace is None else bytes.fromhex(namespace), request)
 
     def written(self) -> bytes:
         """Return the history as bytes: a line of JSON, and the token ids of all turns."""
         namespace = None if self.namespace is None else self.namespace.hex()
-        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace])
+        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace, self.request])
         return b"\n".join((header, b"".join(turn.tobytes() for turn in self.turns)))
 
     @property
@@ -99,10 +100,13 @@ class Conversation:
         *,
         truncate: bool,
         overflow: OverflowWay,
+        request: str | None = None,
     ) -> None:
         """history: before the request. turns: the new turn if `field` is append, else all turns.
 
-        truncate: whether a new turn that is too long by itself may be cut too.
+        truncate: whether a new turn that is too long by itself may be cut too. request: a digest of the
+        request's id. If the history ends with this turn of this request, the request came before, and was
+        perhaps not answered: the turn is not added again.
         """
         self.field = field
         self.following = history  # what `history` becomes if the request succeeds; set by `tokenize`
@@ -111,6 +115,7 @@ class Conversation:
         self._turns = turns
         self._truncate = truncate
         self._overflow = overflow
+        self._request = request
 
     @property
     def characters(self) -> int:
@@ -131,8 +136,13 @@ class Conversation:
         """
         frame = engine.tokenizer.frame(prompt)
         turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
-        is_append = self.field == "append"
-        whole = self._history.followed_by(*turns) if is_append else self._history.edited(turns, frame.room)
+        if self.field == "transcript":
+            whole = self._history.edited(turns, frame.room)
+        elif self._request and self._history.request == self._request and self._history.turns[-1] == turns[0]:
+            whole = self._history
+        else:
+            whole = self._history.followed_by(*turns)
+        whole = replace(whole, request=self._request)
         following, kept = whole, whole.kept()
         if len(kept) > frame.room:
             self._require_cutting(len(turns[-1]), frame.room)

@@ -5,7 +5,8 @@ begin -> (wait for the request before) -> lock -> history -> compute -> keep -> 
 
 A history is found until it was not accessed for a while, or until histories take too much memory. Requests of
 one session take turns: in one process by `begin`, in the order of their arrival, and over several processes
-by `lock`.
+of a machine by `lock`. Other machines change a history meanwhile: `keep` notices that, and the request is
+computed again, behind what they have added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the s
 CAPACITY_BYTES = 64 * 2**20
 # One session may have this share of the capacity, so that it does not push out all others.
 _MAX_OF_ONE = 1 / 16
+_MAX_OUTDATED = 100_000
 
 
 class Sessions:
@@ -61,6 +63,7 @@ class Sessions:
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
+        self._outdated: OrderedDict[str, None] = OrderedDict()  # keys; see `outdate`
         self._distinct = DistinctSessions(ttl_seconds, clock)
 
     async def count(self) -> int:
@@ -102,7 +105,7 @@ class Sessions:
             holder = await self._locks.get(key)
             if holder is None:
                 return False
-            if holder != self._process and await self._locks.count(f"alive/{holder.decode()}"):
+            if holder != self._process and await self._locks.get(f"alive/{holder.decode()}") is not None:
                 return False
             # The other process has ended, or this one could not unlock the session before.
             return await self._locks.compare_and_set(key, holder, self._process, self._max_seconds)
@@ -130,33 +133,42 @@ class Sessions:
 
         Raises StoreUnavailable.
         """
-        return await self._histories.get(_name_of(session), self._ttl_seconds)
+        key = _name_of(session)
+        if key in self._outdated:
+            await self._histories.put(key, None)
+            self._outdated.pop(key, None)
+        return await self._histories.get(key, self._ttl_seconds)
 
-    async def keep(self, session: Session, before: bytes | None, history: History) -> None:
+    def outdate(self, session: Session) -> None:
+        """Let the stored history of a session be found no more, because a later one could not be kept.
+
+        It is removed before it would be read here, or by `remove_outdated`.
+        """
+        self._outdated[_name_of(session)] = None
+        if len(self._outdated) > _MAX_OUTDATED:
+            self._outdated.popitem(last=False)
+
+    async def remove_outdated(self) -> None:
+        """Remove histories that must not be found any more. Raises StoreUnavailable."""
+        for key in list(self._outdated):
+            await self._histories.put(key, None)
+            self._outdated.pop(key, None)
+
+    async def keep(self, session: Session, before: bytes | None, history: History) -> bool:
         """Keep what the history of a session has become. Counts as an access.
 
-        before: what `history` has returned. A history that is too long is dropped. Raises StoreUnavailable if
-        the session still has another history than this one.
+        before: what `history` has returned. A history that is too long is dropped. Returns False if the
+        session has another history than `before` meanwhile. Raises StoreUnavailable.
         """
         key, content = _name_of(session), history.written()
         kept = None if len(content) > self._capacity_bytes * _MAX_OF_ONE else content
         # The hash, because ids may be long, and the count of distinct sessions remembers them.
         self._distinct.used(hash(session))
         set_if = self._histories.compare_and_set
-        try:
-            # The history of before may have been dropped meanwhile.
-            is_kept = await set_if(key, before, kept, self._ttl_seconds) or (
-                before is not None and await set_if(key, None, kept, self._ttl_seconds)
-            )
-        except StoreUnavailable:
-            if before is None:
-                return  # the client is told at the next turn that there is no history
-            raise
-        if not is_kept:
-            raise StoreUnavailable(
-                "another request has changed the session meanwhile; send the request again",
-                retry_after_seconds=1,
-            )
+        # The history of before may have been dropped meanwhile.
+        return await set_if(key, before, kept, self._ttl_seconds) or (
+            before is not None and await set_if(key, None, kept, self._ttl_seconds)
+        )
 
 
 def _name_of(session: Session) -> str:

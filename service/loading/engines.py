@@ -42,6 +42,7 @@ from attncache_core.build.default import default_database_folder
 from attncache_core.calibration.prospect import could_pay
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.blend.gate import read_gate
+from attncache_core.reuse.kv.remote import BlockValues
 from service.loading.rebuild import build_while_serving
 from service.loading.summary import expected_savings
 from service.loading.warm_file import read_warm_file, warm
@@ -190,7 +191,11 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
 def prepare_reuse(engine: PrefillEngine, settings: Settings) -> None:
     """Let an engine reuse maps where the gain is known to suffice, and blend chunks as the gate allows."""
     if engine.map_reuse:
-        if settings.verify_rate:
+        if settings.shares("findings") and (address := settings.shared_address):
+            from service.shared.findings import FindingsOfAll
+
+            engine.map_reuse.share_findings(FindingsOfAll(address))
+        if settings.verify_rate or settings.shares("findings"):
             # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
             engine.map_reuse.keep_verified({})
         require_gain(engine, settings.min_gain, measure=False)
@@ -221,7 +226,18 @@ def _key_value_options(settings: Settings) -> KeyValueOptions | None:
         folder=settings.kv_dir,
         disk_bytes=settings.kv_disk_bytes,
         disk_dtype=settings.kv_disk_dtype,
+        shared=_shared_blocks(settings),
     )
+
+
+def _shared_blocks(settings: Settings) -> BlockValues | None:
+    address = settings.shared_address
+    if address is None or not settings.shares("kv"):
+        return None
+    # Here, because without --shared nothing of it is imported.
+    from service.shared.blocks import SharedBlocks
+
+    return SharedBlocks(address)
 
 
 def _takes_default(settings: Settings, checkpoint: Checkpoint) -> bool:

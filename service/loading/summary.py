@@ -39,8 +39,11 @@ def expected_savings(engine: PrefillEngine) -> str:
     if engine.key_values:
         store = engine.key_values.store
         maximum = store.memory.pool.places * store.layout.block_bytes / 2**20
-        disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
-        return f"storing keys and values in up to {maximum:,.0f} MiB of memory{disk}{_blended(engine)}"
+        transfers = store.transfers
+        disk, remote = (transfers.disk, transfers.remote) if transfers else (None, None)
+        behind = f" and {disk.most_bytes / 2**20:,.0f} MiB on disk" if disk else ""
+        behind += ", and in the shared store" if remote else ""
+        return f"storing keys and values in up to {maximum:,.0f} MiB of memory{behind}{_blended(engine)}"
     if reuse is None:
         return f"serving exactly: {'; '.join(engine.reuse_off) or 'there is no database'}"
     if reuse.reuse_off:

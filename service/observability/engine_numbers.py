@@ -73,7 +73,7 @@ def _seconds_since(time: str) -> float:
 
 
 def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
-    disk = info.disk if info else None
+    disk, shared = (info.disk, info.shared) if info else (None, None)
     given = CounterMetricFamily(
         "attncache_kv_blocks_given",
         "Blocks of keys and values that were given to a batch, by the tier that held them",
@@ -83,8 +83,9 @@ def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
     maximum = GaugeMetricFamily(
         "attncache_kv_max_bytes", "Most bytes that keys and values may take", labels=("tier",)
     )
-    for tier, held in zip(TIERS, (info.memory if info else None, disk), strict=True):
+    for tier in TIERS:
         given.add_metric((tier,), info.given_blocks[tier] if info else 0)
+    for tier, held in (("memory", info.memory if info else None), ("disk", disk)):
         used.add_metric((tier,), held.bytes if held else 0)
         maximum.add_metric((tier,), held.most_bytes if held else 0)
     evictions = CounterMetricFamily(
@@ -96,24 +97,45 @@ def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
     yield from (given, used, maximum, evictions)
     yield CounterMetricFamily(
         "attncache_kv_recomputed_tokens",
-        "Tokens that were given from disk, found damaged, and computed after all",
+        "Tokens that were found damaged where they were saved, or lost, and computed after all",
         value=info.recomputed_tokens if info else 0,
     )
     yield CounterMetricFamily(
         "attncache_kv_load_stall_seconds",
-        "Seconds that batches waited for keys and values from disk after their layers had begun",
-        value=disk.load_stall_seconds if disk else 0,
+        "Seconds that batches waited for saved keys and values after their layers had begun",
+        value=info.load_stall_seconds if info else 0,
     )
     yield CounterMetricFamily(
         "attncache_kv_dropped_writes",
-        "Blocks that were not saved on disk: the write buffer was full, or the disk did not take them",
-        value=disk.dropped_writes + disk.failed_writes if disk else 0,
+        "Blocks that were not saved: the write buffer was full, or the disk or the shared store did not take "
+        "them",
+        value=sum(
+            (
+                info.dropped_writes if info else 0,
+                disk.failed_writes if disk else 0,
+                shared.failed_writes if shared else 0,
+            )
+        ),
     )
     yield CounterMetricFamily(
         "attncache_kv_damaged_blocks",
-        "Blocks on disk that were found damaged and removed",
-        value=disk.damaged_blocks if disk else 0,
+        "Blocks on disk, or in the shared store, that were found damaged and removed",
+        value=(disk.damaged_blocks if disk else 0) + (shared.damaged_blocks if shared else 0),
     )
+    yield CounterMetricFamily(
+        "attncache_kv_shared_failures",
+        "Questions to the shared store for blocks that were not answered in time, or not asked after a "
+        "failure",
+        value=shared.failures if shared else 0,
+    )
+    transferred = CounterMetricFamily(
+        "attncache_kv_shared_bytes",
+        "Bytes of blocks that were read from the shared store, or written to it",
+        labels=("direction",),
+    )
+    transferred.add_metric(("read",), shared.read_bytes if shared else 0)
+    transferred.add_metric(("written",), shared.written_bytes if shared else 0)
+    yield transferred
 
 
 def _of_length_groups(groups: Iterable[GroupInfo]) -> Iterator[Metric]:

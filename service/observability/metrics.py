@@ -64,6 +64,7 @@ CUT_REASONS = (
 _TOKEN_STATES = ("asked", "cached", "computed")
 _SEGMENT_STATES = ("reused", "recomputed", "computed")
 _REPEATED = ("kept", "in_flight")
+_STORED_USES = ("sessions", "quotas")
 _QUOTAS = ("requests_per_minute", "tokens_per_minute", "in_flight")
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -188,6 +189,17 @@ class Metrics:
             "sample_dropped_texts",
             "Texts that could not take part in the sample: too many waited, or the disk failed",
         )
+        self._shared_failures = self._counter(
+            "shared_failures",
+            "Questions to the shared store, for histories of sessions and quotas, that were not answered in "
+            "time, or not asked after a failure",
+            ("use",),
+        )
+        self._shared_away = self._gauge(
+            "shared_away",
+            "1 from a failure of the shared store until its next answer, else 0",
+            mode="livemax",
+        )
         self._engine = EngineNumbers()
         self.registry.register(self._engine)
         self._touch_labels()
@@ -303,6 +315,14 @@ class Metrics:
         """Count texts that could not take part in the sample."""
         self._unsampled.inc(texts)
 
+    def observe_shared_failure(self, use: str) -> None:
+        """Count a question to the shared store that was not answered, or not asked."""
+        self._shared_failures.labels(use).inc()
+
+    def watch_shared(self, is_away: Callable[[], bool]) -> None:
+        """Read whether the shared store is away from now on whenever metrics are read."""
+        self._follow(self._shared_away, is_away)
+
     def watch_overdue(self, seconds: Callable[[], float]) -> None:
         """Read from now on, whenever metrics are read, by how much a batch or the event loop is overdue."""
         self._follow(self._overdue_seconds, seconds)
@@ -363,6 +383,8 @@ class Metrics:
             self._segment_tokens.labels(state)
         for source in _REPEATED:
             self._repeated.labels(source)
+        for use in _STORED_USES:
+            self._shared_failures.labels(use)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="attncache", registry=self.registry)

@@ -28,7 +28,7 @@ from service.routes.common import (
     computed,
     label_logits,
 )
-from service.routes.inputs import input_source
+from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
@@ -69,13 +69,16 @@ async def scored(
     call: Call, serving: Serving, body: ClassifyRequest, reuse: bool, *, alone: bool = False
 ) -> Answer:
     """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
-    async with input_source(call, serving, body) as source:
+
+    async def compute(source: Source) -> Answer:
         if serving.engine.checkpoint.task == "label-logits":
             scores = await _by_tokens(call, serving, body, source, reuse)
         else:
             scores = await _by_output(call, serving, body, source, reuse)
         rows = [_best_first(scores.labels, row) for row in scores.scores]
         return answer(rows[0] if alone else rows, scores.result, call, source)
+
+    return await answered(call, serving, body, compute)
 
 
 async def _by_output(

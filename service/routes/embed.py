@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.batching.sources import prompt_of
+from service.batching.sources import Source, prompt_of
 from service.errors import NoEmbedding
 from service.routes.common import ANSWER_HEADERS, ERRORS, InferenceRoute, answer, computed
-from service.routes.inputs import input_source
+from service.routes.inputs import answered
 from service.schemas import EmbedRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
@@ -19,7 +19,8 @@ async def embed(call: CurrentCall) -> Answer:
     reuse = call.reuse_requested()
     body = await call.read(EmbedRequest)
     serving.engine.require_dimensions(body.dimensions)
-    async with input_source(call, serving, body) as source:
+
+    async def compute(source: Source) -> Answer:
         result = await computed(
             call,
             serving,
@@ -32,6 +33,8 @@ async def embed(call: CurrentCall) -> Answer:
             result.outputs, normalize=body.normalize, dimensions=body.dimensions
         )
         return answer(np.ascontiguousarray(embeddings), result, call, source)
+
+    return await answered(call, serving, body, compute)
 
 
 def embedding_server(call: Call) -> Serving:

@@ -135,6 +135,7 @@ async def info(call: CurrentCall) -> Response:
         **tei_info(engine, described, state.settings),
         "preparing": state.preparing,
         "sample": asdict(state.sampling.state) if state.sampling is not None else None,
+        "shared": _shared(state.settings),
         "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
     }
     dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -151,6 +152,12 @@ async def metrics(call: CurrentCall) -> Response:
     # In a thread, because writing hundreds of lines would block the event loop.
     content = await asyncio.to_thread(state.metrics.render, names)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def _shared(settings: Settings) -> dict[str, Any] | None:
+    """Return which store machines share, without user and password, and what it is used for."""
+    address = settings.shared_address
+    return None if address is None else {"store": str(address), "uses": settings.shared_uses.split(",")}
 
 
 def _stuck(seconds: float) -> Stuck:

@@ -2,66 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from service.batching.segments import DividedTexts, Segments
 from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History
-from service.errors import UnknownSession
+from service.conversations.sessions import Session, Sessions
+from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession
 from service.routes.common import check_count
 from service.schemas import InferenceRequest
 from service.state import Serving
-from service.web.call import Call
+from service.web.call import Answer, Call
 
 # While a request of the session is computed in another process.
 _LOCKED_SECONDS = 0.005
 _Field = Literal["append", "transcript"]
 
 
-@asynccontextmanager
-async def input_source(call: Call, serving: Serving, body: InferenceRequest) -> AsyncIterator[Source]:
-    """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
+async def answered(
+    call: Call, serving: Serving, body: InferenceRequest, compute: Callable[[Source], Awaitable[Answer]]
+) -> Answer:
+    """Return the answer to what the body asks for. compute: computes a source, and makes an answer of it.
 
-    If the block ends without an error, the session's history has become what the conversation says. After an
-    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull, ClientGone and
-    StoreUnavailable.
+    For a session, wait until no earlier request of the session runs. With the answer, the session's history
+    has become what the conversation says. If another machine has changed the history meanwhile, the answer is
+    computed again. After an error the history is as before. Raises InvalidInput, TooManyInputs,
+    UnknownSession, QueueFull, ClientGone, StoreUnavailable, and as `compute`.
     """
-    state, settings = call.state, call.state.settings
-    truncate = settings.truncate if body.truncate is None else body.truncate
+    settings = call.state.settings
     if body.segments is not None or body.query is not None:
-        yield segments_of(call, serving, *_segments(body))
-        return
+        return await compute(segments_of(call, serving, *_segments(body)))
+    truncate = settings.truncate if body.truncate is None else body.truncate
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)
-        yield divided(call, serving, source_of(inputs, truncate, body.truncation_direction or "right"))
-        return
+        source = source_of(inputs, truncate, body.truncation_direction or "right")
+        return await compute(divided(call, serving, source))
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
-    session = call.salt(body.cache_salt), body.session_id
-    turn = state.sessions.begin(session)
+    # Token ids of one model say nothing to another one.
+    session = serving.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
+    request = hashlib.blake2b(call.request_id.encode(), digest_size=8).hexdigest()
+
+    def conversation(history: History) -> Conversation:
+        overflow = settings.session_overflow
+        return Conversation(history, turns, field, truncate=truncate, overflow=overflow, request=request)
+
+    return await _turn_answered(call, session, field, conversation, compute)
+
+
+async def _turn_answered(
+    call: Call,
+    session: Session,
+    field: _Field,
+    conversation: Callable[[History], Conversation],
+    compute: Callable[[Source], Awaitable[Answer]],
+) -> Answer:
+    """Return the answer to a turn of a session. conversation: makes the conversation behind a history."""
+    sessions = call.state.sessions
+    turn = sessions.begin(session)
     is_locked = False
     try:
         await call.wait(turn)
-        while not (is_locked := await state.sessions.lock(session)):
+        while not (is_locked := await sessions.lock(session)):
             await call.pause(_LOCKED_SECONDS)
-        stored = await state.sessions.history(session)
-        history = _history(stored, field)
-        overflow = settings.session_overflow
-        conversation = Conversation(history, turns, field, truncate=truncate, overflow=overflow)
-        with _names(field):
-            yield conversation
-        await state.sessions.keep(session, stored, conversation.following)
+        while True:
+            stored = await _stored(sessions, session, field)
+            source = conversation(_history(stored, field))
+            with _names(field):
+                answer = await compute(source)
+            if await _is_kept(sessions, session, stored, source):
+                return answer
     finally:
         try:
             # A client that has left while it waited must not unlock the request before it.
             if is_locked:
-                await state.sessions.unlock(session)
+                await sessions.unlock(session)
         finally:
-            state.sessions.end(session, turn)
+            sessions.end(session, turn)
+
+
+async def _stored(sessions: Sessions, session: Session, field: _Field) -> bytes | None:
+    """Return the stored history; None without one. A transcript needs none. Raises StoreUnavailable."""
+    try:
+        return await sessions.history(session)
+    except SharedUnavailable:
+        if field == "append":
+            raise
+        return None
+
+
+async def _is_kept(
+    sessions: Sessions, session: Session, stored: bytes | None, conversation: Conversation
+) -> bool:
+    """Keep what the history has become; return False if another one than `stored` is there meanwhile.
+
+    If the shared store cannot be used, a transcript is answered all the same, and what the store has of the
+    session is outdated. If there was no history, the client is told at the next turn that there is none.
+    Raises StoreUnavailable.
+    """
+    try:
+        return await sessions.keep(session, stored, conversation.following)
+    except StoreUnavailable as error:
+        is_shared = isinstance(error, SharedUnavailable)
+        if stored is not None and (conversation.field == "append" or not is_shared):
+            raise
+        if is_shared:
+            sessions.outdate(session)
+        return True
 
 
 def segments_of(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import model_validator
 
+from service.settings.cluster import Cluster
 from service.settings.connections import Connections, Observability, Supervision
 from service.settings.limits import Limits
 from service.settings.model import Model, Processor
@@ -26,6 +27,7 @@ GROUPS: tuple[type[Group], ...] = (
     KeyValues,
     Chunks,
     Sessions,
+    Cluster,
     Observability,
 )
 # Fields that say how attention maps, or keys and values, are reused.
@@ -53,6 +55,7 @@ class Settings(
     KeyValues,
     Chunks,
     Sessions,
+    Cluster,
     Observability,
 ):
     """The settings of one server. Read once and never changed."""
@@ -74,15 +77,16 @@ class Settings(
             self._refuse_without("maps", ("verify_rate",))
         self._refuse_without("maps", _OF_MAPS)
         self._refuse_without("kv", _OF_KEY_VALUES)
-        for name in ("kv_disk_bytes", "kv_disk_dtype"):
-            if self.kv_dir is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise refused(f"{option_name(name)} has no effect without --kv-dir; give both or none")
-        for name in _OF_SAMPLE:
-            if not self.sample and getattr(self, name) != type(self).model_fields[name].default:
-                raise refused(f"{option_name(name)} has no effect without --sample; give both or none")
-        for name in ("divide_texts", "segment_tokens"):
-            if self.blend is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise refused(f"{option_name(name)} has no effect without --blend; give both or none")
+        if self.kv_dir is None:
+            self._refuse(("kv_disk_bytes",), "without --kv-dir; give both or none")
+            if not self.shares("kv"):
+                self._refuse(("kv_disk_dtype",), "without --kv-dir or --shared; give one of them too")
+        if self.shared is None:
+            self._refuse(("shared_uses",), "without --shared; give both or none")
+        if not self.sample:
+            self._refuse(_OF_SAMPLE, "without --sample; give both or none")
+        if self.blend is None:
+            self._refuse(("divide_texts", "segment_tokens"), "without --blend; give both or none")
         if self.divide_texts and not self.segment_separator:
             raise refused("--divide-texts needs a --segment-separator; give one that is not empty")
         if self.blend is not None and self.database is not None:
@@ -95,6 +99,11 @@ class Settings(
 
     def _refuse_without(self, switch: str, options: Iterable[str]) -> None:
         """Refuse options that have no effect because a switch is off."""
+        if not getattr(self, switch):
+            self._refuse(options, f"with --no-{switch}; leave one of them out")
+
+    def _refuse(self, options: Iterable[str], why: str) -> None:
+        """Refuse options that have no effect, and are given. why: what makes them so, and the remedy."""
         for name in options:
-            if not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default:
-                raise refused(f"{option_name(name)} has no effect with --no-{switch}; leave one of them out")
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"{option_name(name)} has no effect {why}")

@@ -79,9 +79,9 @@ class Group:
         """Look into the store from now on. Raises StoreUnavailable."""
         await self._look()
         loops = (
-            _repeated(self._look, _LOOK_SECONDS),
-            _repeated(lambda: self._do(obey), _LOOK_SECONDS),
-            _repeated(self._publish, _PUBLISH_SECONDS),
+            repeated(self._look, _LOOK_SECONDS),
+            repeated(lambda: self._do(obey), _LOOK_SECONDS),
+            repeated(self._publish, _PUBLISH_SECONDS),
         )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
@@ -173,12 +173,13 @@ class Group:
         self._done = commands.keys()
 
 
-async def _repeated(look: Callable[[], Awaitable[None]], seconds: float) -> None:
+async def repeated(look: Callable[[], Awaitable[None]], seconds: float) -> None:
+    """Call a function again and again, with pauses. Errors are logged."""
     while True:
         try:
             await look()
         except StoreUnavailable:
             pass  # the store has logged why
         except Exception as error:
-            log_failure(logger, "a worker cannot look at what the others share", error)
+            log_failure(logger, "a server cannot look at what others share", error)
         await asyncio.sleep(seconds)

@@ -167,7 +167,7 @@ async def test_tiers_are_told_apart(folder, tmp_path):
     assert values["attncache_kv_max_bytes", "disk"] == KeyValueOptions().disk_bytes == capacity["disk_bytes"]
     assert pinned["tokens"] == warmed["tokens"] == loaded[0]["tiers"]["memory"]
     assert loaded[0]["tiers"]["disk"] == 0
-    assert stats["disk"]["loaded_blocks"] == stats["memory"]["pinned_blocks"] == -(-warmed["tokens"] // 16)
+    assert stats["loaded_blocks"] == stats["memory"]["pinned_blocks"] == -(-warmed["tokens"] // 16)
     assert stats["disk"]["prefill_tokens_per_second"] > 0
     assert capacity["cost"] == pytest.approx((capacity["memory_bytes"] + 0.1 * capacity["disk_bytes"]) / 1e9)
 

@@ -27,6 +27,8 @@ from service.errors import error_response
 from service.routes.cache import Dropped, _of_other_workers
 from service.routes.openai.models import check_model_name
 from service.settings import Settings, read_settings
+from service.settings.cluster import SharedAddress
+from service.shared.store import SharedStores
 from service.store import SqliteStore
 from service.web.call import Call, Client
 from service.web.listeners import bind
@@ -242,6 +244,14 @@ async def _(_folder):
 @provokes("store_unavailable")
 async def _(folder):
     SqliteStore(folder / "no folder" / "store.sqlite", "t")
+    raise AssertionError
+
+
+@provokes("shared_unavailable")
+async def _(_folder):
+    # A port of the machine on which nobody listens.
+    stores = SharedStores(SharedAddress.parse("valkey://127.0.0.1:1"), lambda _use: None)
+    await stores.store("sessions").get("s")
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""A server loads no evaluation."""
+"""A server loads no evaluation, and without --shared nothing that machines share."""
 
 import subprocess
 import sys
@@ -17,7 +17,8 @@ def load_only(settings, load_engines, listeners):
     sys.exit(0)
 
 def show_loaded():
-    unneeded = ("service.plots", "service.commands.evaluat", "attncache_core.evaluation", "aiohttp")
+    of_evaluation = ("service.plots", "service.commands.evaluat", "attncache_core.evaluation", "aiohttp")
+    unneeded = (*of_evaluation, "service.shared", "valkey")
     print([name for name in sys.modules if name.startswith(unneeded)])
 
 serve.serve_with_workers = load_only

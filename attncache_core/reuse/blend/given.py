@@ -37,7 +37,9 @@ class GivenChunks:
         self._reservation = store.begin([prefix_key for _, _, prefix_key in parts], load)
         self.is_given = np.zeros(length, dtype=bool)
         self.exact_tokens = 0  # at the front
-        self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
+        # What other machines have saved is loaded before the first layer, and hides no computing.
+        from_disk = [tier for tier in self._reservation.loaded.values() if tier == "disk"]
+        self.loaded_tokens = BLOCK_TOKENS * len(from_disk)
         self._sources: list[tuple[slice, np.ndarray, slice]] = []  # positions; blocks, and tokens in them
         found = zip(parts, self._reservation.given, self._reservation.given_tokens, strict=True)
         for (first, skipped, _), blocks, tokens in found:

@@ -96,17 +96,29 @@ class BlockFormat:
         Raises OSError, and ValueError if the name or the sizes are wrong.
         """
         identity = self.identity(name)
-        sizes = tuple(memoryview(part).nbytes for part in parts)
-        if sizes != self.part_sizes:
-            raise ValueError(f"parts of {sizes} bytes are not the block's parts of {self.part_sizes} bytes")
+        self._require_sizes(parts)
         checksums = []
         for index, (part, offset) in enumerate(zip(parts, self.offsets, strict=False)):
             write_all(descriptor, part, offset)
             checksums.append(zlib.crc32(part))
             on_part(index)
+        write_all(descriptor, self._head(identity, checksums), 0)
+
+    def encoded(self, name: BlockName, parts: Sequence[memoryview | bytes]) -> bytes:
+        """Return the bytes of a block's file. Arguments and errors: see `write`."""
+        identity = self.identity(name)
+        self._require_sizes(parts)
+        return b"".join([self._head(identity, [zlib.crc32(part) for part in parts]), *parts])
+
+    def _require_sizes(self, parts: Sequence[memoryview | bytes]) -> None:
+        sizes = tuple(memoryview(part).nbytes for part in parts)
+        if sizes != self.part_sizes:
+            raise ValueError(f"parts of {sizes} bytes are not the block's parts of {self.part_sizes} bytes")
+
+    def _head(self, identity: bytes, checksums: Sequence[int]) -> bytes:
         content = identity + struct.pack(self._numbers("I"), *checksums)
         content = content.ljust(self.head_bytes - _CHECKSUM.size, b"\0")
-        write_all(descriptor, content + _CHECKSUM.pack(zlib.crc32(content)), 0)
+        return content + _CHECKSUM.pack(zlib.crc32(content))
 
     def read_checksums(self, descriptor: int, identity: bytes) -> tuple[int, ...]:
         """Check the head of an open file, and return the CRC-32 of each part.
@@ -115,13 +127,21 @@ class BlockFormat:
         """
         head = memoryview(bytearray(self.head_bytes))
         read_all(descriptor, head, 0)
+        checksums = self.checksums(head, identity)
+        if (size := os.fstat(descriptor).st_size) != self.file_bytes:
+            raise DamagedBlock(f"the file has {size} bytes instead of {self.file_bytes}")
+        return checksums
+
+    def checksums(self, head: memoryview | bytes, identity: bytes) -> tuple[int, ...]:
+        """Return the CRC-32 of each part from the first `head_bytes` of a block's file.
+
+        Raises DamagedBlock unless they are a whole and unchanged head with this identity.
+        """
         content, checksum = head[: -_CHECKSUM.size], head[-_CHECKSUM.size :]
-        if _CHECKSUM.pack(zlib.crc32(content)) != checksum:
+        if len(head) != self.head_bytes or _CHECKSUM.pack(zlib.crc32(content)) != checksum:
             raise DamagedBlock("the head of the block was changed")
         if content[: len(identity)] != identity:
             raise DamagedBlock("the file holds another block")
-        if (size := os.fstat(descriptor).st_size) != self.file_bytes:
-            raise DamagedBlock(f"the file has {size} bytes instead of {self.file_bytes}")
         return struct.unpack_from(self._numbers("I"), content, len(identity))
 
     def _numbers(self, code: str) -> str:
@@ -136,6 +156,9 @@ class OpenBlock:
     checksums: as `BlockFormat.read_checksums` returned them. on_read: is called with the bytes of each part
     that was read. on_damage: is called before DamagedBlock is raised.
     """
+
+    tier = "disk"
+    is_read_whole = False
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.quantized import Int8Slots
+from attncache_core.reuse.kv.remote import BlockValues, RemoteTier
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.runtime.devices import CPU
@@ -36,8 +38,10 @@ class KeyValueOptions:
     eviction: str = "look-ahead"  # a key of eviction.EVICTION
     folder: Path | None = None  # of the disk tier; None: there is none
     disk_bytes: int = 16 * 2**30  # most bytes on disk
-    disk_dtype: Literal["model", "int8"] = "model"  # of saved blocks; int8 approximates
+    # Of saved blocks, on disk and where other machines find them; int8 approximates.
+    disk_dtype: Literal["model", "int8"] = "model"
     write_buffer_bytes: int = 256 * 2**20  # most bytes of blocks that wait to be saved
+    shared: BlockValues | None = None  # where other machines find blocks too; None: they do not
 
 
 def open_key_values(
@@ -49,31 +53,27 @@ def open_key_values(
     """
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
-    saved_as = options.disk_dtype if options.folder else "model"
+    is_saved = options.folder is not None or options.shared is not None
+    saved_as = options.disk_dtype if is_saved else "model"
     fingerprint = values_fingerprint(model, checkpoint.fingerprint(), layout, saved_as)
     transfers = None
-    if options.folder is not None:
-        order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
+    if is_saved:
         quantized = None
         if options.disk_dtype == "int8":
             dtype = model.stack.dtype if model.stack else model.dtype
             quantized = Int8Slots(layout.part_bytes, layout.slot_bytes, dtype)
-        try:
-            disk = DiskTier(
-                options.folder,
-                quantized.part_bytes if quantized else layout.part_bytes,
-                options.disk_bytes,
-                eviction=order,
-                protected=lambda: store.expected,
-            )
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise InvalidInput(
-                f"the folder for keys and values, {options.folder}, cannot be used: {reason}", field="kv_dir"
-            ) from error
-        transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes), quantized)
+        part_bytes = quantized.part_bytes if quantized else layout.part_bytes
+        transfers = Transfers(
+            _disk_tier(options.folder, options, part_bytes, lambda: store.expected)
+            if options.folder
+            else None,
+            max(1, options.write_buffer_bytes // layout.block_bytes),
+            quantized,
+            RemoteTier(options.shared, part_bytes) if options.shared else None,
+        )
     try:
-        store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
+        policy = EVICTION[options.eviction]()
+        store = KeyValueStore(layout, memory, policy, transfers, fingerprint.hex())
     except (OSError, OverflowError) as error:
         raise InvalidInput(
             f"{memory} bytes of memory for keys and values cannot be reserved; choose fewer bytes",
@@ -85,6 +85,23 @@ def open_key_values(
     reuse = KeyValueReuse(store, fingerprint, pooling, prompt_tokens)
     reuse.approximation = "int8" if transfers and transfers.quantized else None
     return reuse
+
+
+def _disk_tier(
+    folder: Path,
+    options: KeyValueOptions,
+    part_bytes: Sequence[int],
+    expected: Callable[[], Container[bytes]],
+) -> DiskTier:
+    """Return the disk tier in a folder. expected: returns the keys that must stay. Raises InvalidInput."""
+    order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
+    try:
+        return DiskTier(folder, part_bytes, options.disk_bytes, eviction=order, protected=expected)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidInput(
+            f"the folder for keys and values, {folder}, cannot be used: {reason}", field="kv_dir"
+        ) from error
 
 
 class NotReusable(Exception):

@@ -12,19 +12,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
-from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
+from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
 from attncache_core.reuse.kv.capacity import window_length
+from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
 from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
-from attncache_core.reuse.kv.transfer import Loading, Transfers
+from attncache_core.reuse.kv.transfer import Loading, SavedBlock, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
 _MAX_WAITING_SECONDS = 30.0
@@ -48,7 +49,7 @@ class Reservation:
     asked_tokens: int = 0  # of all sequences, as far as they may be stored
     new: list[NewBlock] = field(default_factory=list)
     loading: Loading | None = None  # of the blocks `loaded`, which are given too
-    loaded: list[Block] = field(default_factory=list)
+    loaded: dict[Block, str] = field(default_factory=dict)  # each with the tier that has saved it
     generation: int = 0  # blocks are stored only if the store was not cleared meanwhile
     is_open: bool = True
 
@@ -57,7 +58,7 @@ class StoredTokens(NamedTuple):
     """How many tokens at the front of a sequence are stored."""
 
     memory: int
-    disk: int  # behind the tokens in memory
+    disk: int  # behind the tokens in memory; what only other machines have saved does not count
 
 
 @dataclass
@@ -67,10 +68,11 @@ class Counts:
     sequences: int = 0  # that were looked up
     asked_tokens: int = 0  # of these sequences, as far as they may be stored
     given_tokens: int = 0  # of these tokens
-    given_blocks: Counter[str] = field(default_factory=Counter)  # by tier; each block once per batch
+    # By tier; each block once per batch.
+    given_blocks: Counter[str] = field(default_factory=lambda: Counter({"memory": 0, "disk": 0}))
     stored_blocks: int = 0  # computed and stored
     not_kept_blocks: int = 0  # there was no place: all blocks in memory were in use
-    recomputed_tokens: int = 0  # found damaged on disk, and computed after all
+    recomputed_tokens: int = 0  # found damaged where they were saved, or lost, and computed after all
 
 
 class KeyValueStore:
@@ -82,11 +84,13 @@ class KeyValueStore:
         memory_bytes: int,
         policy: EvictionPolicy[bytes] | None = None,
         transfers: Transfers | None = None,
+        identity: str = "",
     ) -> None:
         """memory_bytes: the most bytes of blocks in memory. policy: which block leaves memory first.
 
-        transfers: to and from the disk tier; None: there is none.
+        transfers: to and from the tiers behind the memory; None: there are none. identity: see KeyValueInfo.
         """
+        self.identity = identity
         self.layout = layout
         self.memory = MemoryTier(layout, memory_bytes, policy or LookAhead())
         self.transfers = transfers
@@ -108,10 +112,10 @@ class KeyValueStore:
             self.memory.touch(sequences, known)
             for index, (sequence, found) in enumerate(zip(sequences, known, strict=True)):
                 self._reserve(reservation, index, sequence.names, found.tokens // BLOCK_TOKENS)
-        transfers = self._loading_tier if load else None
-        if transfers and reservation.new:
+        transfers = self.transfers if load else None
+        if transfers and transfers.any_pays(self.layout.token_bytes) and reservation.new:
             try:
-                loading = self._open_saved(transfers, reservation, sequences)
+                loading = self._open_saved(transfers, reservation, sequences, self.layout.token_bytes)
             except BaseException:
                 self.abandon(reservation)
                 raise
@@ -157,23 +161,23 @@ class KeyValueStore:
         """Return how many tokens of a sequence are stored. Changes nothing."""
         with self._changed:
             tokens = self.memory.known(prefix_key).tokens
-        saved, transfers = 0, self.transfers
-        if transfers:
+        saved, disk = 0, self._disk
+        if disk:
             behind = prefix_key.names[tokens // BLOCK_TOKENS : prefix_key.max_given // BLOCK_TOKENS]
             for name in behind:
-                if not (transfers.disk.contains(name.key) or name.key in self.memory):
+                if not (disk.contains(name.key) or name.key in self.memory):
                     break
                 saved += BLOCK_TOKENS
             end = len(prefix_key.tokens) // TOKEN_BYTES
             short = end - tokens // BLOCK_TOKENS * BLOCK_TOKENS - saved
             if 0 < short < BLOCK_TOKENS and end <= prefix_key.max_given:
-                saved += short if transfers.disk.contains(prefix_key.names[-1].key) else 0
+                saved += short if disk.contains(prefix_key.names[-1].key) else 0
         return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
 
     def givable_tokens(self, prefix_key: PrefixKey) -> int:
         """Return how many tokens of a sequence would be given to a batch now."""
         stored = self.lookup(prefix_key)
-        return stored.memory + (stored.disk if self._loading_tier else 0)
+        return stored.memory + (stored.disk if self._loads_from_disk else 0)
 
     @contextmanager
     def holding(self, sequences: Sequence[PrefixKey]) -> Iterator[None]:
@@ -202,17 +206,20 @@ class KeyValueStore:
             return self.memory.pinned
 
     @property
-    def _loading_tier(self) -> Transfers | None:
-        """The disk tier, if there is room for its blocks, and loading them is faster than computing them."""
-        transfers = self.transfers
-        if transfers is None or not self.memory.pool.places:
-            return None
-        return transfers if transfers.pays(self.layout.token_bytes) else None
+    def _disk(self) -> DiskTier | None:
+        return self.transfers.disk if self.transfers else None
+
+    @property
+    def _loads_from_disk(self) -> bool:
+        """Whether blocks are loaded from a disk: there is room, and that is faster than computing."""
+        return bool(
+            self.transfers and self.memory.pool.places and self.transfers.pays(self.layout.token_bytes)
+        )
 
     @property
     def looks_ahead(self) -> bool:
         """Whether it matters which sequences wait: blocks must leave memory, or can be fetched into it."""
-        return self.transfers is not None or not self.memory.pool.free
+        return self._disk is not None or not self.memory.pool.free
 
     def expect(self, sequences: Sequence[PrefixKey]) -> None:
         """Take note of the sequences that wait for a batch, soonest first.
@@ -223,13 +230,13 @@ class KeyValueStore:
         blocks = max(1, sum(len(sequence.names) for sequence in sequences) // max(1, len(sequences)))
         size = blocks * self.layout.block_bytes
         memory = self.memory.pool.places * self.layout.block_bytes
-        disk = self.transfers.disk.most_bytes if self.transfers else 0
+        disk = self._disk.most_bytes if self._disk else 0
         window = sequences[: window_length(memory + disk, size)]
         keys = [name.key for names in names_once(window) for name in names]
         with self._changed:
             self.memory.expect(keys)
         self.expected = frozenset(keys)
-        if self._loading_tier and self.transfers:
+        if self._loads_from_disk and self.transfers:
             saved = [
                 sequence
                 for sequence in sequences[: window_length(memory, size)]
@@ -247,7 +254,7 @@ class KeyValueStore:
             reservation = self._given([known])
             self._reserve(reservation, 0, prefix_key.names[:found], known.tokens // BLOCK_TOKENS)
         try:
-            loading = self._open_saved(self.transfers, reservation, [prefix_key])
+            loading = self._open_saved(self.transfers, reservation, [prefix_key], None)
             if loading:
                 self.transfers.run(loading)
             if loading and not loading.is_damaged:
@@ -257,10 +264,10 @@ class KeyValueStore:
             self.abandon(reservation)
 
     def clear(self) -> int:
-        """Drop all blocks, pinned blocks too, from memory and from disk. Returns the number in memory.
+        """Drop all blocks, pinned ones too, from memory and from the tiers behind it, of all machines.
 
-        Places of blocks in use are free after use. What running batches compute is not stored.
-        Raises OSError if a file cannot be removed.
+        Returns the number in memory. Places of blocks in use are free after use. What running batches compute
+        is not stored. Raises OSError if a saved block cannot be removed.
         """
         with self._changed:
             dropped = self.memory.clear()
@@ -268,7 +275,8 @@ class KeyValueStore:
         if self.transfers:
             self.transfers.prefetch([])
             self.transfers.flush()  # what waits to be saved would appear again
-            self.transfers.disk.clear()
+            for tier in self.transfers.tiers:
+                tier.clear()
         return dropped
 
     def close(self) -> None:
@@ -316,69 +324,93 @@ class KeyValueStore:
         return block
 
     def _open_saved(
-        self, transfers: Transfers, reservation: Reservation, sequences: Sequence[PrefixKey]
+        self,
+        transfers: Transfers,
+        reservation: Reservation,
+        sequences: Sequence[PrefixKey],
+        token_bytes: int | None,
     ) -> Loading | None:
-        """Give the saved blocks of sequences to a reservation. The caller does not hold the lock."""
+        """Give the saved blocks of sequences to a reservation. The caller does not hold the lock.
+
+        token_bytes: see Transfers.open.
+        """
         claimed = {new.block.name.key: new.block for new in reservation.new}
-        opened: dict[bytes, tuple[OpenBlock, Block]] = {}
+        found = transfers.open([self._worth_opening(each, claimed) for each in sequences], token_bytes)
+        opened: dict[bytes, tuple[SavedBlock, Block]] = {}
+        ends = []  # of each sequence the key of its last block that is given, and the tokens until there
         for sequence in sequences:
             parent, walked = sequence.root, 0
             for name in sequence.names[: sequence.max_given // BLOCK_TOKENS]:
                 if name.key not in opened and name.key not in self.memory:
-                    block = claimed.get(name.key)
-                    file = transfers.disk.open(name) if block else None
+                    block, file = claimed.get(name.key), found.pop(name.key, None)
                     if block is None or file is None:
                         break
                     opened[name.key] = file, block
                 parent, walked = name.key, walked + BLOCK_TOKENS
-            self._open_short(transfers, reservation, sequence, parent, walked, claimed, opened)
+            ends.append((parent, walked))
+        for file in found.values():
+            file.close()
+        choices = [
+            self._short_blocks(sequence, *end, opened) for sequence, end in zip(sequences, ends, strict=True)
+        ]
+        self._add_short(reservation, transfers.open_longest(choices, token_bytes), claimed, opened)
         if not opened:
             return None
         pool = self.memory.pool
         filled = [(file, pool.parts(block.place)) for file, block in opened.values()]
         loading = Loading(filled, transfers.quantized)
         with self._changed:
-            self._give_opened(reservation, sequences, {key: block for key, (_, block) in opened.items()})
+            self._give_opened(reservation, sequences, opened)
         reservation.loading = loading
         return loading
 
-    def _open_short(
+    def _worth_opening(self, sequence: PrefixKey, claimed: Mapping[bytes, Block]) -> list[BlockName]:
+        """Return the names of the claimed whole blocks at the front of a sequence."""
+        front = takewhile(
+            lambda name: name.key in claimed or name.key in self.memory,
+            sequence.names[: sequence.max_given // BLOCK_TOKENS],
+        )
+        return [name for name in front if name.key in claimed]
+
+    def _short_blocks(
+        self, sequence: PrefixKey, parent: bytes, first: int, opened: Container[bytes]
+    ) -> list[BlockName]:
+        """Return the names of blocks of fewer than BLOCK_TOKENS tokens at `first`, the longest first."""
+        names = (sequence.short_block(parent, first, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
+        return [name for name in names if name and name.key not in opened]
+
+    def _add_short(
         self,
-        transfers: Transfers,
         reservation: Reservation,
-        sequence: PrefixKey,
-        parent: bytes,
-        first: int,
-        claimed: dict[bytes, Block],
-        opened: dict[bytes, tuple[OpenBlock, Block]],
+        found: Sequence[tuple[BlockName, SavedBlock] | None],
+        claimed: Mapping[bytes, Block],
+        opened: dict[bytes, tuple[SavedBlock, Block]],
     ) -> None:
-        """Open the longest saved block with fewer than BLOCK_TOKENS tokens, without holding the lock."""
-        for length in range(BLOCK_TOKENS - 1, 0, -1):
-            name = sequence.short_block(parent, first, length)
-            if name is None or name.key in opened:
-                continue
-            file = transfers.disk.open(name)
-            if file is None:
-                continue
+        """Add short blocks to those that are opened, without holding the lock."""
+        for name, file in filter(None, found):
             with self._changed:
                 block = claimed.get(name.key)
                 if block is None and name.key not in self._claimed and name.key not in self.memory:
                     block = self._claim(name)
-                    # So that the reservation frees the block, should opening another one fail.
-                    reservation.loaded += [block] if block else []
-            if block is None:
+                    if block:
+                        # So that the reservation frees the block, should opening another one fail.
+                        reservation.loaded[block] = file.tier
+            if block is None or name.key in opened:
                 file.close()
             else:
                 opened[name.key] = file, block
-            return
 
     def _give_opened(
-        self, reservation: Reservation, sequences: Sequence[PrefixKey], opened: Mapping[bytes, Block]
+        self,
+        reservation: Reservation,
+        sequences: Sequence[PrefixKey],
+        opened: Mapping[bytes, tuple[SavedBlock, Block]],
     ) -> None:
         """Move opened blocks from the new blocks of a reservation to the given ones."""
         reservation.new = [new for new in reservation.new if new.block.name.key not in opened]
-        reservation.loaded = list(opened.values())
-        now = self._given([self.memory.known(sequence, opened) for sequence in sequences])
+        reservation.loaded = {block: file.tier for file, block in opened.values()}
+        blocks = {key: block for key, (_, block) in opened.items()}
+        now = self._given([self.memory.known(sequence, blocks) for sequence in sequences])
         self.memory.release(reservation.held)
         reservation.given, reservation.given_tokens, reservation.held = now.given, now.given_tokens, now.held
 
@@ -388,12 +420,11 @@ class KeyValueStore:
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
-        counts, loaded, held = self.counts, set(reservation.loaded), set(reservation.held)
+        counts = self.counts
         counts.sequences += len(reservation.given)
         counts.asked_tokens += reservation.asked_tokens
         counts.given_tokens += sum(reservation.given_tokens)
-        counts.given_blocks["disk"] += len(held & loaded)
-        counts.given_blocks["memory"] += len(held - loaded)
+        counts.given_blocks.update(reservation.loaded.get(block, "memory") for block in reservation.held)
 
     def _save(self, block: Block) -> None:
         if self.transfers:

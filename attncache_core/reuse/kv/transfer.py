@@ -1,6 +1,7 @@
-"""Blocks on their way between memory and disk: a thread that loads, and a thread that saves.
+"""Blocks on their way between memory and the tiers behind it: a thread that loads, and a thread that saves.
 
-    load    layer after layer, so that a batch computes a layer while the next layer is loaded
+    load    layer after layer, so that a batch computes a layer while the next layer is loaded; blocks that
+            other machines have saved come first, one by one
     save    after the answer; a block that does not fit into the write buffer is dropped and counted
 
 Source of both: CachedAttention, section 3.2 (layer-wise pre-loading, asynchronous saving).
@@ -21,9 +22,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
-from attncache_core.reuse.kv.blocks import TOKEN_BYTES, BlockName
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockName
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.quantized import Int8Slots
+from attncache_core.reuse.kv.remote import RemoteBlock, RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,18 @@ logger = logging.getLogger(__name__)
 _MEASURED_BYTES = 16 << 20
 _MIN_MEASURED, _MAX_MEASURED = 4, 32
 _SECONDS_BETWEEN_LOOKS = 0.1
+# After this time, other machines do not find the blocks with which a process measured that was killed.
+_MEASURED_SECONDS = 60.0
+
+# A saved block, of either tier.
+SavedBlock = OpenBlock | RemoteBlock
 
 
 @dataclass(eq=False)
 class Loading:
     """Blocks that are loaded together, for one batch."""
 
-    blocks: Sequence[tuple[OpenBlock, list[memoryview]]]  # each with the parts to fill
+    blocks: Sequence[tuple[SavedBlock, list[memoryview]]]  # each with the parts to fill
     quantized: Int8Slots | None = None  # how the blocks were saved; None: as they are in memory
     # int32 [1], the number of parts that are loaded, of all layers and of the state; see KeyValueSlots.ready
     ready: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
@@ -48,6 +55,11 @@ class Loading:
         """Fill all parts, the layers in order. After damage, all parts count as loaded: nobody waits."""
         parts = len(self.blocks[0][1])
         try:
+            for block, into in self.blocks:
+                if block.is_read_whole:
+                    for part in range(parts):
+                        self._read_part(block, part, into[part])
+                    block.close()
             for part in range(parts):
                 self._read(part)
                 self.ready[0] = part + 1
@@ -63,13 +75,22 @@ class Loading:
             self.done.set()
 
     def _read(self, part: int) -> None:
-        for block, parts in self.blocks:
-            if self.quantized is None:
-                block.read_part(part, parts[part])
-            else:
-                saved = memoryview(bytearray(self.quantized.part_bytes[part]))
-                block.read_part(part, saved)
-                self.quantized.decode(part, saved, parts[part])
+        for block, into in self.blocks:
+            if not block.is_read_whole:
+                self._read_part(block, part, into[part])
+
+    def _read_part(self, block: SavedBlock, part: int, into: memoryview) -> None:
+        if self.quantized is None:
+            block.read_part(part, into)
+        else:
+            saved = memoryview(bytearray(self.quantized.part_bytes[part]))
+            block.read_part(part, saved)
+            self.quantized.decode(part, saved, into)
+
+    @property
+    def shared_tokens(self) -> int:
+        """The most tokens of the blocks that other machines have saved."""
+        return BLOCK_TOKENS * sum(block.is_read_whole for block, _ in self.blocks)
 
 
 @dataclass
@@ -83,13 +104,23 @@ class TransferCounts:
 
 
 class Transfers:
-    """The threads between the memory and the disk tier of one store."""
+    """The threads between the memory and the tiers behind it of one store."""
 
-    def __init__(self, disk: DiskTier, write_buffer_blocks: int, quantized: Int8Slots | None = None) -> None:
-        """write_buffer_blocks: the most blocks that wait to be saved. quantized: save blocks in 8 bits."""
-        self.disk, self.quantized = disk, quantized
+    def __init__(
+        self,
+        disk: DiskTier | None,
+        write_buffer_blocks: int,
+        quantized: Int8Slots | None = None,
+        remote: RemoteTier | None = None,
+    ) -> None:
+        """write_buffer_blocks: the most blocks that wait to be saved. quantized: save blocks in 8 bits.
+
+        remote: is asked for what is not on the disk.
+        """
+        self.disk, self.quantized, self.remote = disk, quantized, remote
         self.counts = TransferCounts()
-        self.load_speed = 0.0  # bytes of blocks in memory per second; 0: not measured
+        # Bytes of blocks in memory per second, from each tier; 0: not measured.
+        self.load_speed = self.remote_speed = 0.0
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
         self._buffer = write_buffer_blocks
         self._closing = self._write_failed = False
@@ -103,36 +134,109 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
-    def pays(self, token_bytes: int) -> bool:
-        """Return whether loading a token's keys and values is faster than computing them, as far as known."""
-        if not (self.load_speed and self.prefill_speed):
+    @property
+    def tiers(self) -> list[DiskTier | RemoteTier]:
+        """Where blocks are saved."""
+        return [tier for tier in (self.disk, self.remote) if tier is not None]
+
+    def pays(self, token_bytes: int | None) -> bool:
+        """Return whether a token is loaded from the disk faster than it is computed, as far as known."""
+        return self.disk is not None and self._is_faster(token_bytes, self.load_speed)
+
+    def remote_pays(self, token_bytes: int | None) -> bool:
+        """Return the same for blocks that other machines have saved."""
+        return self.remote is not None and self._is_faster(token_bytes, self.remote_speed)
+
+    def _is_faster(self, token_bytes: int | None, speed: float) -> bool:
+        if token_bytes is None or not (speed and self.prefill_speed):
             return True
-        return token_bytes / self.load_speed < 1 / self.prefill_speed
+        return token_bytes / speed < 1 / self.prefill_speed
+
+    def any_pays(self, token_bytes: int) -> bool:
+        """Return whether any tier loads a token faster than it is computed, as far as known."""
+        return self.pays(token_bytes) or self.remote_pays(token_bytes)
+
+    def open(self, fronts: Sequence[Sequence[BlockName]], token_bytes: int | None) -> dict[bytes, SavedBlock]:
+        """Open the saved blocks of sequences, by key.
+
+        token_bytes: open only what is loaded faster than computed; None: open everything. fronts: the names
+        of each sequence that are worth opening. If no other machine has blocks, the disk is asked until the
+        first block of a sequence that it does not have. Other machines are asked once, for all others.
+        """
+        opened: dict[bytes, SavedBlock] = {}
+        if self.disk is not None and self.pays(token_bytes):
+            for names in fronts:
+                for name in names:
+                    if name.key not in opened:
+                        if (file := self.disk.open(name)) is not None:
+                            opened[name.key] = file
+                        elif self.remote is None:
+                            break
+        if self.remote is not None and self.remote_pays(token_bytes):
+            missing = {name.key: name for names in fronts for name in names if name.key not in opened}
+            opened |= self.remote.open(list(missing.values()))
+        return opened
+
+    def open_longest(
+        self, choices: Sequence[Sequence[BlockName]], token_bytes: int | None
+    ) -> list[tuple[BlockName, SavedBlock] | None]:
+        """Open the first saved block of each choice; None: no block of the choice is saved. See `open`."""
+        found: list[tuple[BlockName, SavedBlock] | None] = [None] * len(choices)
+        if self.disk is not None and self.pays(token_bytes):
+            for index, names in enumerate(choices):
+                opened = ((name, file) for name in names if (file := self.disk.open(name)))
+                found[index] = next(opened, None)
+        if self.remote is not None and self.remote_pays(token_bytes):
+            missing = {
+                name.key: name
+                for names, block in zip(choices, found, strict=True)
+                for name in (names if block is None else ())
+            }
+            remote = self.remote.open(list(missing.values()))
+            for index, names in enumerate(choices):
+                if found[index] is None:
+                    saved = ((name, remote.pop(name.key)) for name in names if name.key in remote)
+                    found[index] = next(saved, None)
+        return found
 
     def measure(self, part_bytes: Sequence[int]) -> None:
-        """Measure how fast blocks are loaded that are not in the page cache; see `pays`.
+        """Measure how fast each tier loads blocks, from the disk outside the page cache; see `pays`.
 
         part_bytes: of a block in memory. Some blocks of random content are written, read and removed. If
         there is no free room for them, the speed stays unknown, because no block is evicted to measure it.
         """
         parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
         count = max(_MIN_MEASURED, min(_MAX_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
-        if self.disk.free_bytes < count * self.disk.file_bytes:
-            return
         names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]
         saved = self.quantized.encode(parts) if self.quantized else parts
+        for tier in self.tiers:
+            if isinstance(tier, RemoteTier):
+                self.remote_speed = self._measured(tier, names, saved, parts)
+            elif tier.free_bytes >= count * tier.file_bytes:
+                self.load_speed = self._measured(tier, names, saved, parts)
+
+    def _measured(
+        self,
+        tier: DiskTier | RemoteTier,
+        names: Sequence[BlockName],
+        saved: Sequence[memoryview | bytes],
+        parts: list[memoryview],
+    ) -> float:
+        """Return how many bytes of blocks a tier loads per second; 0: unknown."""
+        speed = 0.0
         with suppress(OSError):
-            if all(self.disk.write(name, saved) for name in names):
-                for name in names:
-                    self.disk.drop_from_page_cache(name.key)
+            if all(_written(tier, name, saved) for name in names):
                 started = time.perf_counter()
-                files = [file for name in names if (file := self.disk.open(name))]
-                if files:
-                    Loading([(file, parts) for file in files], self.quantized).run()
-                self.load_speed = len(files) * sum(part_bytes) / (time.perf_counter() - started)
+                blocks = _opened(tier, names)
+                if blocks:
+                    loading = Loading([(block, parts) for block in blocks], self.quantized)
+                    loading.run()
+                    size = len(blocks) * sum(part.nbytes for part in parts)
+                    speed = 0.0 if loading.is_damaged else size / (time.perf_counter() - started)
         for name in names:
             with suppress(OSError):
-                self.disk.remove(name.key)
+                tier.remove(name.key)
+        return speed
 
     def load(self, loading: Loading) -> None:
         """Load blocks in the loading thread."""
@@ -142,7 +246,11 @@ class Transfers:
         """Load blocks in this thread."""
         started = time.perf_counter()
         loading.run()
-        self.counts.load_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.counts.load_seconds += seconds
+        tokens = 0 if loading.is_damaged else loading.shared_tokens
+        if self.remote is not None and 0 < tokens < seconds * self.prefill_speed:
+            self.remote.rest("to load blocks takes longer than to compute them")
         self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
 
     def prefetch(self, works: Sequence[Callable[[], None]]) -> None:
@@ -163,7 +271,7 @@ class Transfers:
         loading.done.wait()
         self.counts.stall_seconds += time.perf_counter() - started
         if loading.is_damaged:
-            raise DamagedBlock("a block was changed on disk")
+            raise DamagedBlock("a saved block was changed, or is lost")
 
     def save(self, name: BlockName, parts: Sequence[memoryview], saved: Callable[[], None]) -> bool:
         """Save a block in the saving thread, and then call `saved`. Returns False if the buffer is full."""
@@ -176,7 +284,8 @@ class Transfers:
                 # A disk that takes nothing must not delay the end of the process once per block.
                 if not (self._closing and self._write_failed):
                     encoded = self.quantized.encode(parts) if self.quantized else parts
-                    self._write_failed = not self.disk.write(name, encoded)
+                    written = [tier.write(name, encoded) for tier in self.tiers]
+                    self._write_failed = not all(written)
             finally:
                 saved()
 
@@ -198,6 +307,8 @@ class Transfers:
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+        if self.remote is not None:
+            self.remote.close()
 
 
 def _wait(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread) -> None:
@@ -206,6 +317,22 @@ def _wait(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread
     jobs.put(done.set)
     while thread.is_alive() and not done.wait(_SECONDS_BETWEEN_LOOKS):
         pass
+
+
+def _written(tier: DiskTier | RemoteTier, name: BlockName, parts: Sequence[memoryview | bytes]) -> bool:
+    """Write a block to measure with. Its next reader reads it from the tier itself. Raises OSError."""
+    if isinstance(tier, RemoteTier):
+        return tier.write(name, parts, _MEASURED_SECONDS)
+    is_written = tier.write(name, parts)
+    if is_written:
+        tier.drop_from_page_cache(name.key)
+    return is_written
+
+
+def _opened(tier: DiskTier | RemoteTier, names: Sequence[BlockName]) -> list[SavedBlock]:
+    if isinstance(tier, RemoteTier):
+        return list(tier.open(names).values())
+    return [file for name in names if (file := tier.open(name))]
 
 
 def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:

@@ -17,7 +17,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.gain import MeasuredGain
 from attncache_core.reuse.maps.info import DatabaseInfo
 from attncache_core.reuse.maps.policy import ReusePolicy
-from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
+from attncache_core.reuse.maps.policy_state import ServedPolicy, SharedFindings, Tightened
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.maps.verification import Window
 from attncache_core.reuse.mask import ReuseMask
@@ -117,6 +117,11 @@ class MapReuse(ReuseStrategy):
             kept = self._served.keep(new, patience_seconds)
             self._adopt(self._served.policy)
         return kept
+
+    def share_findings(self, shared: SharedFindings) -> None:
+        """Let `keep_verified` merge the findings with those of servers on other machines, from now on."""
+        with self._changing:
+            self._served.shared = shared
 
     def reuse_in(self, paying: Collection[int] | None, gain: MeasuredGain | None = None) -> None:
         """Reuse maps only in the length groups with these indices from now on; None: in all length groups.

@@ -4,16 +4,19 @@
 
 If one server finds the policy too loose and tightens it, the policy stays tight after a restart and becomes
 tight in every server on the database, until the database is calibrated again. The file holds numbers only.
+
+Servers on other machines have a copy of the database and a file of their own. They merge their findings in
+the same way under the policy's digest, where all of them find it (SharedFindings).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -69,13 +72,25 @@ class _File:
 
 
 _FILE = TypeAdapter(_File)
+_OF_ONE_POLICY = TypeAdapter(Tightened)
+
+
+class SharedFindings(Protocol):
+    """Findings of servers on several machines, by the digest of the policy."""
+
+    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """Replace the content under a name by what `change` makes of it, without another server in between.
+
+        Raises OSError if they cannot be had in time, and what `change` raises.
+        """
 
 
 class ServedPolicy:
     """A database's policy in one server, with the tightest steps that any server on the database found.
 
     If tightened.json cannot be read or written, findings would be lost and a policy might be too loose. From
-    then on `policy` lets nothing hit, and `reuse_off` says why.
+    then on `policy` lets nothing hit, and `reuse_off` says why. If the findings of other machines cannot be
+    read or written, the same holds until they can.
     """
 
     def __init__(self, folder: Path, calibrated: ReusePolicy) -> None:
@@ -84,16 +99,20 @@ class ServedPolicy:
         calibrated: the database's policy, or a policy with an operator's thresholds and no budget.
         """
         self._folder, self._calibrated = folder, calibrated
+        self.shared: SharedFindings | None = None  # None: other machines are not asked
+        self._tightest = calibrated  # `policy` where nothing is off
+        self._away: str | None = None  # the reason in `reuse_off`, while other machines cannot be asked
         self.policy = calibrated
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         try:
-            self.policy = calibrated.tightened_to(_kept_steps(folder, calibrated))
+            self._tightest = self.policy = calibrated.tightened_to(_kept_steps(folder, calibrated))
         except CorruptDatabase as error:
             self._stop(str(error))
 
     def tighten(self, index: int | None) -> ReusePolicy:
         """Make length group `index` one step tighter; None: the limit. Returns the new policy."""
-        self.policy = self.policy.tightened(index)
+        self._tightest = self._tightest.tightened(index)
+        self.policy = self._tightest.switched_off() if self.reuse_off else self._tightest
         return self.policy
 
     def keep(self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0) -> Tightened | None:
@@ -103,10 +122,14 @@ class ServedPolicy:
         None, and keeps nothing, if the policy has no budget, if another process holds the lock for longer
         than `patience_seconds`, or if tightened.json cannot be read or written.
         """
-        if self.reuse_off or not self._calibrated.budget.binds:
+        is_stopped = any(reason != self._away for reason in self.reuse_off)
+        if is_stopped or not self._calibrated.budget.binds:
             return None
         windows = tuple((window, tuple(fidelities)) for window, fidelities in new.items())
-        tightened = Tightened(self.policy.steps, windows)
+        tightened = Tightened(self._tightest.steps, windows)
+        of_all = None
+        if self.shared is not None and (of_all := self._merged_with_all(self.shared, tightened)) is None:
+            return None
         try:
             kept = merge_tightened(self._folder, self._calibrated, tightened, patience_seconds)
         except CorruptDatabase as error:
@@ -119,9 +142,38 @@ class ServedPolicy:
                 "found too loose; make the database's folder writable and start again"
             )
             return None
+        kept = of_all or kept
         if kept:
-            self.policy = self.policy.tightened_to(kept.steps)
+            self._tightest = self._tightest.tightened_to(kept.steps)
+            self.policy = self._tightest
         return kept
+
+    def _merged_with_all(self, shared: SharedFindings, new: Tightened) -> Tightened | None:
+        """Add findings to those of all machines, and return these; None, and nothing hits, if that fails."""
+        merged = new
+
+        def merge(content: bytes | None) -> bytes:
+            nonlocal merged
+            known = Tightened(self._calibrated.steps)
+            if content is not None:
+                known = _OF_ONE_POLICY.validate_json(content, strict=True)
+            if len(known.steps.groups) != len(self._calibrated.groups):
+                raise ValueError("the policies have other groups")
+            merged = known.merged(new)
+            return json.dumps(asdict(merged)).encode()
+
+        try:
+            shared.change(self._calibrated.digest, merge)
+        except (OSError, ValueError) as error:
+            if self._away is None:
+                why = str(error) if isinstance(error, OSError) else "its content is damaged"
+                self._away = f"the findings of other servers cannot be read or written ({why})"
+                self._stop(self._away)
+            return None
+        if self._away is not None:
+            self.reuse_off.remove(self._away)
+            self._away = None
+        return merged
 
     def _stop(self, reason: str) -> None:
         logger.warning("attention maps are not reused: %s", reason)

@@ -1,0 +1,226 @@
+"""Ask the shared store, within a bound of time. The one module that imports valkey.
+
+    question -> Circuit: closed -> answer
+                                -> no answer in time: the circuit is open for some seconds
+                        open    -> refused at once; after that time, one question tries again
+
+Messages hold neither the password nor what was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import valkey
+import valkey.asyncio
+from valkey import exceptions
+
+from service.errors import InvalidSettings, SharedUnavailable
+from service.settings.cluster import SharedAddress
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 5.0
+# A new connection needs some round trips, with TLS.
+_CONNECT_SECONDS = 0.25
+_START_SECONDS = 5.0
+# Large values are read several times faster than with the default of 64 KiB.
+_READ_BYTES = 2**20
+_MAX_CONNECTIONS = 64
+
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (exceptions.AuthenticationError, "the user or the password is not accepted"),
+    (exceptions.AuthorizationError, "the user may not do this"),
+    (exceptions.NoPermissionError, "the user may not do this"),
+    (exceptions.OutOfMemoryError, "it is full and evicts nothing"),
+    (exceptions.ReadOnlyError, "it is a replica, which takes no writes"),
+    (exceptions.BusyLoadingError, "it loads its data"),
+    (exceptions.TimeoutError, "there is no answer in time"),
+    (TimeoutError, "there is no answer in time"),
+    (exceptions.ConnectionError, "there is no connection"),
+    (OSError, "there is no connection"),
+)
+_FAILURES = (exceptions.ValkeyError, OSError)
+_Answer = TypeVar("_Answer")
+
+
+class Circuit:
+    """Whether a store is asked: after a failure, nobody waits for it for some seconds."""
+
+    def __init__(
+        self, address: SharedAddress, without: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """without: what happens meanwhile, for the log."""
+        self._address, self._without, self._clock = address, without, clock
+        self._opens_until = 0.0
+        self.is_away = False  # from the first failure until the next answer
+
+    def may_ask(self) -> bool:
+        """Return whether to ask now. While the store is away, one caller may after each pause."""
+        now = self._clock()
+        if now < self._opens_until:
+            return False
+        if self.is_away:
+            self._opens_until = now + OPEN_SECONDS
+        return True
+
+    def failed(self, reason: str) -> None:
+        """Note that there was no answer. Logged once until there is one."""
+        self._opens_until = self._clock() + OPEN_SECONDS
+        if not self.is_away:
+            self.is_away = True
+            logger.error("the shared store %s cannot be used: %s; %s", self._address, reason, self._without)
+
+    def answered(self) -> None:
+        """Note that there was an answer."""
+        self._opens_until = 0.0
+        if self.is_away:
+            self.is_away = False
+            logger.info("the shared store %s can be used again", self._address)
+
+
+class Client:
+    """Asks from an event loop."""
+
+    def __init__(self, address: SharedAddress, circuit: Circuit, patience_seconds: float) -> None:
+        self._circuit, self._patience = circuit, patience_seconds
+        kind = valkey.asyncio.SSLConnection if address.is_encrypted else valkey.asyncio.Connection
+        self._pool = valkey.asyncio.BlockingConnectionPool(
+            connection_class=kind, timeout=None, max_connections=_MAX_CONNECTIONS, **_options(address)
+        )
+        self._server = valkey.asyncio.Valkey(connection_pool=self._pool)
+
+    async def ask(self, question: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
+        """Return the answer to a question to the server. Raises SharedUnavailable."""
+        if not self._circuit.may_ask():
+            raise _unavailable("it did not answer before")
+        try:
+            async with asyncio.timeout(self._patience):
+                answer = await question(self._server)
+        except _FAILURES as error:
+            if not _is_answer(error):
+                self._circuit.failed(_reason(error))
+            raise _unavailable(_reason(error)) from None
+        self._circuit.answered()
+        return answer
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._pool.aclose()
+
+
+class BlockingClient:
+    """Asks from any thread."""
+
+    def __init__(self, address: SharedAddress, circuit: Circuit, patience_seconds: float) -> None:
+        """patience_seconds: for each part of an answer."""
+        self._circuit = circuit
+        kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
+        self._pool = valkey.BlockingConnectionPool(  # type: ignore[no-untyped-call]
+            connection_class=kind,
+            timeout=patience_seconds,
+            max_connections=_MAX_CONNECTIONS,
+            socket_timeout=patience_seconds,
+            socket_connect_timeout=_CONNECT_SECONDS,
+            **_options(address),
+        )
+        self._server = valkey.Valkey(connection_pool=self._pool)
+
+    def ask(self, question: Callable[[Any], _Answer]) -> _Answer:
+        """Return the answer to a question to the server. Raises OSError."""
+        if not self._circuit.may_ask():
+            raise OSError("it did not answer before")
+        try:
+            answer = question(self._server)
+        except _FAILURES as error:
+            if not _is_answer(error):
+                self._circuit.failed(_reason(error))
+            raise OSError(_reason(error)) from None
+        self._circuit.answered()
+        return answer
+
+    def close(self) -> None:
+        """End all connections."""
+        self._pool.disconnect()
+
+
+def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
+    """Warn if the shared store cannot be used at the start, or does not bound its memory.
+
+    Raises InvalidSettings if it refuses the user or the password, or if its certificate is not accepted.
+    """
+    kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
+    limits: dict[str, Any] = {"socket_timeout": _START_SECONDS, "socket_connect_timeout": _START_SECONDS}
+    pool = valkey.ConnectionPool(connection_class=kind, **limits, **_options(address))
+    try:
+        memory: Any = valkey.Valkey(connection_pool=pool).info("memory")
+    except _FAILURES as error:
+        if isinstance(error, exceptions.AuthenticationError) or _has_bad_certificate(error):
+            raise InvalidSettings(
+                f"--shared {address} cannot be used: {_reason(error)}", field="shared"
+            ) from None
+        logger.warning("the shared store %s cannot be used yet: %s", address, _reason(error))
+        return
+    finally:
+        pool.disconnect()
+    policy = str(memory.get("maxmemory_policy", ""))
+    if is_used_for_kv and (not memory.get("maxmemory") or policy != "allkeys-lru"):
+        logger.warning(
+            "the shared store %s has maxmemory %s and maxmemory-policy %s, so it grows until it fails or "
+            "refuses writes; set a maxmemory, and allkeys-lru",
+            address,
+            memory.get("maxmemory", "unknown"),
+            policy or "unknown",
+        )
+
+
+def _options(address: SharedAddress) -> dict[str, Any]:
+    # The name is checked too, which the client leaves out by default.
+    encrypted = {"ssl_cert_reqs": "required", "ssl_check_hostname": True} if address.is_encrypted else {}
+    return {
+        "host": address.host,
+        "port": address.port,
+        "db": address.database,
+        "username": address.user,
+        "password": address.password,
+        "socket_read_size": _READ_BYTES,
+        "socket_keepalive": True,
+        **encrypted,
+    }
+
+
+def _is_answer(error: Exception) -> bool:
+    """Return whether the server has answered, so that other questions may be answered too."""
+    return isinstance(error, exceptions.ResponseError)
+
+
+def _has_bad_certificate(error: BaseException | None) -> bool:
+    while error is not None:
+        if (
+            isinstance(error, ssl.SSLCertVerificationError)
+            or "certificate verify failed" in str(error).lower()
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """Say what went wrong, in words of this module: a message of the server may quote what was sent."""
+    if _has_bad_certificate(error):
+        return "its certificate is not accepted"
+    known = (words for kind, words in _REASONS if isinstance(error, kind))
+    return next(known, f"it answers with an error ({type(error).__name__})")
+
+
+def _unavailable(reason: str) -> SharedUnavailable:
+    return SharedUnavailable(
+        f"the store that the servers share cannot be used: {reason}; send the request again with its "
+        "X-Request-Id",
+        retry_after_seconds=round(OPEN_SECONDS),
+    )

@@ -1,0 +1,461 @@
+"""Servers on several machines and one real Valkey: what they share, and what happens when it fails."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from fake_engine import FakeEngine, embedding_of, policy_of, serving
+from running import samples
+from valkeys import running_valkey
+
+from attncache_core.checkpoints.description import read_checkpoint
+from service.commands.serve import _check_shared
+from service.errors import InvalidSettings
+from service.loading.engines import load_engine
+from service.settings import Settings, read_settings
+from service.shared import blocks, client, findings, store
+
+pytestmark = pytest.mark.anyio
+SECRET = "correct-horse-battery"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Wait longer on a busy machine, and try again sooner."""
+    monkeypatch.setattr(blocks, "_LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(findings, "_PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(client, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr("service.state._LOOK_SECONDS", 0.05)
+
+
+@pytest.fixture
+def valkey(tmp_path):
+    with running_valkey(tmp_path) as server:
+        yield server
+
+
+@asynccontextmanager
+async def machines(url, *engines, **settings):
+    """Yield a client of a server for each engine. They share nothing but the store."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(serving(each, shared=url, **settings)) for each in engines]
+
+
+async def turn(client, request_id=None, **body):
+    headers = {"X-Request-Id": request_id} if request_id else {}
+    return await client.post("/embed", json={"session_id": "s", "normalize": False, **body}, headers=headers)
+
+
+def assert_is_about(response, text):
+    assert response.status_code == 200, response.text
+    np.testing.assert_array_equal(response.json()[0], embedding_of(text.encode()))
+
+
+def assert_is_away(response):
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shared_unavailable")
+    assert "X-Request-Id" in response.json()["error"]["message"]
+    assert response.headers["Retry-After"]
+
+
+async def until(condition):
+    """Wait until an asynchronous condition holds."""
+    for _ in range(1000):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the condition never held")
+
+
+# Sessions.
+
+
+async def test_session_goes_on_at_any_machine_and_another_model_has_sessions_of_its_own(valkey):
+    other = FakeEngine()
+    other.fingerprint = "f" * 64
+    async with machines(valkey.url, FakeEngine(), FakeEngine(), other) as (first, second, of_other):
+        assert_is_about(await turn(first, transcript="a"), "a")
+        assert_is_about(await turn(second, append="b"), "ab")
+        assert_is_about(await turn(first, append="c"), "abc")
+        assert (await turn(of_other, append="d")).status_code == 404
+        assert samples((await first.get("/metrics")).text)["attncache_sessions",] == 1
+        info = (await first.get("/info")).json()
+    assert info["shared"] == {"store": valkey.url, "uses": ["kv", "sessions", "quotas", "findings"]}
+
+
+async def test_append_that_comes_again_is_answered_and_not_appended_twice(valkey):
+    async with machines(valkey.url, FakeEngine(), FakeEngine()) as (first, second):
+        await turn(first, transcript="a")
+        for server in (first, second, second):
+            assert_is_about(await turn(server, "one", append="b"), "ab")
+        # Another turn is another turn, also with an id that a client sends with every request.
+        assert_is_about(await turn(first, "one", append="c"), "abc")
+        assert_is_about(await turn(first, "two", append="c"), "abcc")
+
+
+async def test_turns_that_race_on_two_machines_are_each_answered_behind_the_other_ones(valkey):
+    letters = "bcdefghijklm"
+    async with machines(valkey.url, FakeEngine(), FakeEngine()) as servers:
+        await turn(servers[0], transcript="a")
+        answers = await asyncio.gather(
+            *(turn(servers[place % 2], append=letter) for place, letter in enumerate(letters))
+        )
+        lengths = [sum(answer.json()[0]) for answer in answers]
+        # Each answer is about one more turn than another one, so no turn was lost or added twice.
+        assert sorted(lengths) == [*range(2, 2 + len(letters))]
+        whole = await turn(servers[1], append="z")
+    assert sum(whole.json()[0]) == 2 + len(letters)
+
+
+async def test_frozen_server_that_wakes_up_finds_its_turn_added_and_adds_it_not_again(valkey):
+    frozen = FakeEngine()
+    async with machines(valkey.url, frozen, FakeEngine()) as (first, second):
+        await turn(first, transcript="a")
+        frozen.may_run.clear()
+        late = asyncio.create_task(turn(first, "one", append="b"))
+        await asyncio.to_thread(frozen.runs.acquire)
+        assert_is_about(await turn(second, "one", append="b"), "ab")
+        frozen.may_run.set()
+        assert_is_about(await late, "ab")
+        assert_is_about(await turn(second, append="c"), "abc")
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_without_the_store_transcripts_are_answered_and_nothing_goes_on_without_its_history(
+    valkey, how, caplog, monkeypatch
+):
+    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.3)
+    away, back = (valkey.kill, valkey.start) if how == "killed" else (valkey.freeze, valkey.thaw)
+    async with machines(valkey.url, FakeEngine(), FakeEngine()) as (first, second):
+        await turn(first, transcript=["a", "b"])
+        away()
+        started = time.monotonic()
+        assert_is_away(await turn(first, append="c"))
+        assert_is_about(await turn(first, transcript=["a", "c"]), "ac")
+        assert (await first.post("/embed", json={"inputs": "x"})).status_code == 200
+        assert time.monotonic() - started < 30
+        values = samples((await first.get("/metrics")).text)
+        assert values["attncache_shared_failures_total", "sessions"] >= 2
+        assert values["attncache_shared_away",] == 1
+        back()
+        # The store has a history that the transcript has outdated, and no machine goes on with it.
+        await until(lambda: known_to_nobody(first))
+        assert (await turn(second, append="d")).status_code in (404, 503)
+        assert_is_about(await turn(first, transcript=["a", "d"]), "ad")
+        assert_is_about(await turn(second, append="e"), "ade")
+    told = [record for record in caplog.records if "cannot be used: there is no" in record.getMessage()]
+    assert 1 <= len(told) <= 3  # each outage once, for sessions with quotas, on each machine
+
+
+async def known_to_nobody(server):
+    return (await turn(server, append="d")).status_code == 404
+
+
+async def test_full_store_serves_what_it_has_and_transcripts(tmp_path):
+    with running_valkey(tmp_path, "--maxmemory", "3mb") as valkey:
+        async with machines(valkey.url, FakeEngine()) as (server,):
+            await turn(server, transcript="a")
+            valkey.ask("EVAL", "redis.call('SET', 'big', string.rep('x', 4000000))", 0)
+            refused = await turn(server, append="b")
+            assert_is_away(refused)
+            assert "full" in refused.json()["error"]["message"]
+            assert_is_about(await turn(server, transcript="ab"), "ab")
+            valkey.ask("DEL", "big")
+            assert (await turn(server, append="c")).status_code == 404
+
+
+# Quotas.
+
+
+async def test_quotas_are_counted_for_all_machines_and_per_machine_while_the_store_is_away(valkey):
+    key = f"client {'k' * 20} admin requests_per_minute=4"
+    headers = {"X-API-Key": "k" * 20}
+
+    async def admitted(server, asked):
+        answers = [await server.post("/embed", json={"inputs": "a"}, headers=headers) for _ in range(asked)]
+        return sum(answer.status_code == 200 for answer in answers)
+
+    async with machines(valkey.url, FakeEngine(), FakeEngine(), api_key=key) as (first, second):
+        assert await admitted(first, 3) == 3
+        assert await admitted(second, 5) == 1
+        valkey.kill()
+        assert await admitted(first, 6) == 4
+        assert await admitted(second, 6) == 4
+        values = samples((await first.get("/metrics", headers=headers)).text)
+        assert values["attncache_shared_failures_total", "quotas"] > 0
+
+
+# Findings.
+
+
+async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is_away(valkey, tmp_path):
+    engines = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        engine = FakeEngine(stored={"short"}, damage=0.1, folder=tmp_path / name)
+        engine.map_reuse._served.shared = findings.FindingsOfAll(Settings(shared=valkey.url).shared_address)
+        engines.append(engine)
+    bad, other = engines
+    async with machines(valkey.url, bad, other, verify_rate=1) as (first, _):
+        while bad.map_reuse.policy == policy_of():
+            await first.post("/embed", json={"inputs": ["short"] * 8})
+        await until(lambda: asyncio.to_thread(lambda: other.map_reuse.policy == bad.map_reuse.policy))
+        tight = bad.map_reuse.policy
+        assert other.verified == []
+        valkey.kill()
+        await until(lambda: asyncio.to_thread(lambda: bool(other.map_reuse.reuse_off)))
+        assert other.map_reuse.policy == tight.switched_off()
+        assert "cannot be read or written" in other.map_reuse.reuse_off[0]
+        # An empty store learns again what the servers know.
+        valkey.start()
+        await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
+        assert other.map_reuse.policy.steps.groups[0] >= tight.steps.groups[0]
+
+
+# Keys and values.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama") / "tiny-llama")
+
+
+def engine_of(folder, url, **settings):
+    given = {"model": str(folder), "dtype": "float32", "shared": url, **settings}
+    engine = load_engine(Settings(**given), read_checkpoint(folder))
+    engine.key_values.store.transfers.prefill_speed = 0.0  # so that loading pays
+    return engine
+
+
+def outputs(engine, text="the bank was closed today. " * 8):
+    result = engine.run(engine.requests(engine.tokenize([text])))
+    engine.key_values.store.transfers.flush()
+    return result
+
+
+def shared_counts(engine):
+    return engine.info().key_values.shared
+
+
+async def test_prefix_of_another_machine_is_given_exactly_and_other_names_belong_to_other_dtypes(
+    valkey, folder
+):
+    first = engine_of(folder, valkey.url)
+    expected = outputs(first)
+    second = engine_of(folder, valkey.url)
+    found = outputs(second)
+    np.testing.assert_array_equal(found.outputs, expected.outputs)
+    assert found.tokens == 0
+    assert second.key_values.store.counts.given_blocks["shared"] > 0
+    other = engine_of(folder, valkey.url, kv_disk_dtype="int8")
+    assert other.info().key_values.identity != first.info().key_values.identity
+    assert outputs(other).tokens == expected.tokens
+    first.key_values.store.clear()
+    assert valkey.ask("KEYS", "attncache:kv:*") == []
+    for engine in (first, second, other):
+        engine.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "full", "damaged", "another"])
+async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, folder, how, monkeypatch):
+    with running_valkey(tmp_path) as valkey:
+        first = engine_of(folder, valkey.url)
+        expected = outputs(first)
+        assert valkey.ask("DBSIZE") > 2
+        monkeypatch.setattr(blocks, "_LOOK_SECONDS", 0.2)
+        monkeypatch.setattr(blocks, "_VALUE_SECONDS", 0.2)
+        store = engine_of(folder, valkey.url)
+        names = sorted(valkey.ask("KEYS", "attncache:kv:*"))
+        text = "the bank was closed today. " * 8
+        if how == "killed":
+            valkey.kill()
+        elif how == "frozen":
+            valkey.freeze()
+        elif how == "full":
+            valkey.ask("CONFIG", "SET", "maxmemory", "1mb")
+            text += "new " * 20
+            expected = outputs(engine_of(folder, valkey.url, kv=True, shared_uses="kv"), text)
+        else:
+            for name, other in zip(names, [*names[1:], names[0]], strict=True):
+                if how == "damaged":
+                    valkey.ask("SETRANGE", name, valkey.ask("STRLEN", name) - 9, b"otherbyte")
+                else:
+                    valkey.ask("COPY", other, f"{name.decode()}x")
+            if how == "another":
+                for name in names:
+                    valkey.ask("RENAME", f"{name.decode()}x", name)
+        for _ in range(3):
+            np.testing.assert_array_equal(outputs(store, text).outputs, expected.outputs)
+        counted = shared_counts(store)
+        if how in ("killed", "frozen"):
+            assert counted.failures > 0
+        elif how == "full":
+            assert counted.failed_writes > 0
+        else:
+            assert counted.damaged_blocks > 0
+        if how == "frozen":
+            valkey.thaw()
+        for engine in (first, store):
+            engine.close()
+
+
+# Security, and the start.
+
+
+async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, caplog):
+    with running_valkey(tmp_path, "--requirepass", SECRET) as valkey:
+        for right, password in ((False, f"{SECRET}-not"), (True, SECRET)):
+            url = valkey.url.replace("//", f"//default:{password}@")
+            settings = Settings(shared=url)
+            if right:
+                with caplog.at_level(logging.WARNING):
+                    _check_shared(settings)
+                assert "set a maxmemory, and allkeys-lru" in caplog.text
+            else:
+                with pytest.raises(
+                    InvalidSettings, match="the user or the password is not accepted"
+                ) as raised:
+                    _check_shared(settings)
+                assert SECRET not in str(raised.value)
+            async with machines(url, FakeEngine()) as (server,):
+                answer = await turn(server, transcript="a")
+                assert answer.status_code == 200
+                assert (await turn(server, append="b")).status_code == (200 if right else 503)
+                for path in ("/info", "/metrics"):
+                    assert SECRET not in (await server.get(path)).text
+            assert SECRET not in repr(settings)
+    assert SECRET not in caplog.text
+
+
+async def test_user_with_the_commands_of_the_documentation_may_do_everything(
+    valkey, folder, tmp_path, caplog
+):
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text(encoding="utf-8")
+    command = (
+        re.search(r"ACL SETUSER (?:.*\\\n)*.*", page)[0].replace("\\\n", " ").replace("PASSWORD", SECRET)
+    )
+    assert valkey.ask(*command.split()) == b"OK"
+    url = valkey.url.replace("//", f"//attncache:{SECRET}@")
+    _check_shared(Settings(shared=url))
+    key = f"client {'k' * 20} admin requests_per_minute=60"
+    engine = FakeEngine(stored={"short"}, folder=tmp_path)
+    engine.map_reuse._served.shared = findings.FindingsOfAll(Settings(shared=url).shared_address)
+    async with machines(url, engine, api_key=key, verify_rate=1) as (server,):
+        server.headers["X-API-Key"] = "k" * 20
+        assert_is_about(await turn(server, transcript="a"), "a")
+        assert_is_about(await turn(server, append="b"), "ab")
+        values = samples((await server.get("/metrics")).text)
+        assert (values["attncache_sessions",], values["attncache_shared_away",]) == (1, 0)
+    assert engine.map_reuse.reuse_off == []
+    models = engine_of(folder, url), engine_of(folder, url)
+    assert outputs(models[0]).tokens > outputs(models[1]).tokens == 0
+    models[0].key_values.store.clear()
+    for model in models:
+        assert (shared_counts(model).failures, shared_counts(model).failed_writes) == (0, 0)
+        model.close()
+    assert "cannot be used" not in caplog.text
+    assert valkey.ask("DBSIZE") == 3  # a history, a quota and findings
+
+
+@pytest.fixture
+def encrypted(valkey, tmp_path):
+    """Pass what comes encrypted on to the server; yield the port and the file of the certificate."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
+    names = ["-subj", "/CN=store", "-addext", "subjectAltName=DNS:localhost", "-days", "3650"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
+
+    async def copy(reader, writer):
+        with contextlib.suppress(OSError):
+            while content := await reader.read(2**16):
+                writer.write(content)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader, writer):
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", valkey.port)
+        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+
+    async def listen():
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        found.append(server.sockets[0].getsockname()[1])
+        ready.set()
+
+    def run():
+        loop.create_task(listen())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(30)
+    yield found[0], tmp_path / "cert.pem"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+async def test_certificate_and_name_of_the_store_are_checked(encrypted, monkeypatch, caplog):
+    port, certificate = encrypted
+    with pytest.raises(InvalidSettings, match="its certificate is not accepted"):
+        _check_shared(Settings(shared=f"valkeys://localhost:{port}"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with pytest.raises(InvalidSettings, match="its certificate is not accepted"):
+        _check_shared(Settings(shared=f"valkeys://127.0.0.1:{port}"))  # the name is another one
+    url = f"valkeys://localhost:{port}"
+    _check_shared(Settings(shared=url))
+    async with machines(url, FakeEngine(), FakeEngine()) as (first, second):
+        assert_is_about(await turn(first, transcript="a"), "a")
+        assert_is_about(await turn(second, append="b"), "ab")
+    assert "cannot be used" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "redis://host",
+        "valkey://",
+        f"valkey://user:{SECRET}@host/zero",
+        f"valkey://user:{SECRET}@host/0?x=1",
+        "valkey://host:port/0",
+        f"valkey://{SECRET}@host/0",
+        "valkey://host/-1",
+    ],
+)
+async def test_url_that_is_none_of_a_store_is_refused_and_not_shown(url):
+    with pytest.raises(InvalidSettings, match="valkeys://USER:PASSWORD@HOST:6379/0") as raised:
+        read_settings({"shared": url})
+    assert SECRET not in str(raised.value)
+
+
+async def test_uses_can_be_left_out_and_unknown_ones_are_refused(valkey):
+    with pytest.raises(InvalidSettings, match="give one or several of kv, sessions, quotas, findings"):
+        read_settings({"shared": valkey.url, "shared_uses": "kv,maps"})
+    with pytest.raises(InvalidSettings, match="has no effect without --shared"):
+        read_settings({"shared_uses": "kv"})
+    async with machines(valkey.url, FakeEngine(), FakeEngine(), shared_uses="quotas") as (first, second):
+        assert_is_about(await turn(first, transcript="a"), "a")
+        assert (await turn(second, append="b")).status_code == 404
+    assert valkey.ask("DBSIZE") == 0
+
+
+async def test_store_that_is_away_at_the_start_is_a_warning(valkey, caplog):
+    valkey.kill()
+    _check_shared(Settings(shared=valkey.url))
+    assert "cannot be used yet: there is no connection" in caplog.text
+    valkey.start()
