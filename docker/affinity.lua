@@ -103,6 +103,8 @@ function envoy_on_request(handle)
   if not body then
     return
   end
+  -- The body may have arrived later, and an older object for the headers is not valid then.
+  headers = handle:headers()
   local key = key_of(headers, body:getBytes(0, body:length()))
   if key then
     headers:replace(HEADER, key)

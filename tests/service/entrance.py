@@ -1,8 +1,8 @@
-"""Envoy with the shipped configuration, and a name server and servers for it, on addresses of this machine."""
+"""Envoy with the shipped configuration, and a name server and servers for it, on loopback addresses."""
 
 import contextlib
 import json
-import os
+import re
 import shutil
 import socket
 import socketserver
@@ -64,7 +64,7 @@ class Stub:
 
     def __init__(self, host, port=0):
         self.requests = []  # (path, headers, body)
-        self.answer = lambda path, headers: (200, {}, host)
+        self.answer = lambda *_: (200, {}, host)
         self.is_ready = True
         stub = self
 
@@ -83,11 +83,9 @@ class Stub:
                 if status is None:
                     self.close_connection = True
                     return
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body.encode())
+                lines = [f"{name}: {value}" for name, value in headers.items()]
+                head = [f"HTTP/1.1 {status} Stub", *lines, f"Content-Length: {len(body)}"]
+                self.wfile.write("\r\n".join([*head, "", body]).encode())
 
             def log_message(self, *_):
                 pass
@@ -101,11 +99,17 @@ class Stub:
         self._server.server_close()
 
 
-def configuration(name_server, port, folder, per_try_timeout="15s"):
-    """Return the shipped configuration for servers on `port`, with free ports and files of its own."""
+def configuration(name_server, port, folder, **times):
+    """Return the shipped configuration for servers on `port`, with free ports and files of its own.
+
+    times: seconds that are shorter than the shipped ones, so that tests need not wait.
+    """
     text = (DOCKER / "envoy.yaml").read_text(encoding="utf-8")
     text = text.replace("/etc/envoy/", f"{DOCKER}/").replace("/tmp/envoy-admin.sock", f"{folder}/admin.sock")
-    shipped = yaml.safe_load(text.replace("per_try_timeout: 15s", f"per_try_timeout: {per_try_timeout}"))
+    for name, seconds in times.items():
+        text, count = re.subn(rf"( {name}): \w+$", rf"\1: {seconds}s", text, flags=re.MULTILINE)
+        assert count == 1, name
+    shipped = yaml.safe_load(text)
     resources = shipped["static_resources"]
     for listener in resources["listeners"]:
         listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": free_port()}
@@ -135,21 +139,22 @@ def free_port(host="127.0.0.1"):
 class Entrance:
     """An Envoy that runs."""
 
-    def __init__(self, config, folder, **environment):
+    def __init__(self, config, folder):
         listeners = config["static_resources"]["listeners"]
         self.url, self.operators = (
-            f"http://127.0.0.1:{listener['address']['socket_address']['port_value']}" for listener in listeners
+            f"http://127.0.0.1:{listener['address']['socket_address']['port_value']}"
+            for listener in listeners
         )
         file = folder / "envoy.json"
         file.write_text(json.dumps(config), encoding="utf-8")
         self._command = [envoy_path(), "-c", str(file), "--use-dynamic-base-id", "--concurrency", "2"]
-        self._log, self._environment = folder / "envoy.log", {**os.environ, **environment}
+        self._log = folder / "envoy.log"
         self.start()
 
     def start(self):
         with self._log.open("ab") as log:
             command = [*self._command, "--log-level", "warning"]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=self._environment)
+            self.process = subprocess.Popen(command, stderr=log, stdout=log)
         wait_until(lambda: self.process.poll() is not None or answers(f"{self.operators}/ready"))
         assert self.process.poll() is None, self._log.read_text()
 
@@ -161,7 +166,8 @@ class Entrance:
         """Return Envoy's own numbers by name and cluster."""
         lines = httpx.get(f"{self.operators}/stats/prometheus").text.splitlines()
         return {
-            name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
         }
 
     def healthy(self, cluster="by_key"):
@@ -176,16 +182,15 @@ def answers(url):
 
 
 @contextlib.contextmanager
-def entrances(count, name_server, port, folder, per_try_timeout="15s", **environment):
-    """Yield Envoys in front of the servers that the name server names."""
+def entrances(count, name_server, port, folder, **times):
+    """Yield Envoys in front of the servers that the name server names. times: as for `configuration`."""
     folder.mkdir(exist_ok=True)
     running = []
     try:
         for number in range(count):
             place = folder / str(number)
             place.mkdir()
-            config = configuration(name_server, port, place, per_try_timeout)
-            running.append(Entrance(config, place, **environment))
+            running.append(Entrance(configuration(name_server, port, place, **times), place))
         yield running
     finally:
         for entrance in running:
