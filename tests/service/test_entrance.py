@@ -25,9 +25,7 @@ def places(tmp_path_factory):
     stubs = [Stub(f"127.0.1.{number}", port) for number in (1, 2, 3)]
     with (
         NameServer() as names,
-        entrances(
-            1, names, port, tmp_path_factory.mktemp("envoy"), per_try_timeout=0.5, base_ejection_time=1
-        ) as (entrance,),
+        entrances(1, names, port, tmp_path_factory.mktemp("envoy"), per_try_timeout=0.5) as (entrance,),
     ):
         yield entrance, names, stubs
     for stub in stubs:
@@ -157,7 +155,8 @@ def test_server_that_fails_at_everything_leaves_and_comes_back(cluster):
     def statuses():
         return {ask(entrance, {"inputs": f"{number}"}).status_code for number in range(30)}
 
-    wait_until(lambda: statuses() == {200, 500} and entrance.healthy() == 2)
+    assert statuses() == {200, 500}
+    wait_until(lambda: statuses() and entrance.healthy() == 2)
     assert statuses() == {200}
     stubs[0].answer = stubs[1].answer
     wait_until(lambda: entrance.healthy() == 3)
