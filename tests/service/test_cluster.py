@@ -1,6 +1,6 @@
 """Real servers behind real Envoys, which are killed, frozen, drained and added while 64 clients ask.
 
-One of each event in `make test`, and ATTNCACHE_EVENTS of each in `make cluster`.
+One of each event in `make test`, and CLUSTER_EVENTS of each in `make cluster`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from entrance import NameServer, entrances, free_port
 from raw_http import wait_until
 
 CLIENTS = 64
-TIMES = int(os.environ.get("ATTNCACHE_EVENTS", "1"))
+TIMES = int(os.environ.get("CLUSTER_EVENTS", "1"))
 TEXTS = [f"my {word} was {number}" for word in ("card", "bank", "transfer") for number in range(40)]
 HOSTS = ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
 DELAY = 1.5
