@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -139,7 +140,7 @@ def free_port(host="127.0.0.1"):
 class Entrance:
     """An Envoy that runs."""
 
-    def __init__(self, config, folder):
+    def __init__(self, config, folder, affinity):
         listeners = config["static_resources"]["listeners"]
         self.url, self.operators = (
             f"http://127.0.0.1:{listener['address']['socket_address']['port_value']}"
@@ -149,12 +150,13 @@ class Entrance:
         file.write_text(json.dumps(config), encoding="utf-8")
         self._command = [envoy_path(), "-c", str(file), "--use-dynamic-base-id", "--concurrency", "2"]
         self._log = folder / "envoy.log"
+        self._environment = {**os.environ, "ATTNCACHE_AFFINITY": affinity}
         self.start()
 
     def start(self):
         with self._log.open("ab") as log:
             command = [*self._command, "--log-level", "warning"]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=self._environment)
         wait_until(lambda: self.process.poll() is not None or answers(f"{self.operators}/ready"))
         assert self.process.poll() is None, self._log.read_text()
 
@@ -182,15 +184,19 @@ def answers(url):
 
 
 @contextlib.contextmanager
-def entrances(count, name_server, port, folder, **times):
-    """Yield Envoys in front of the servers that the name server names. times: as for `configuration`."""
+def entrances(affinities, name_server, port, folder, **times):
+    """Yield Envoys in front of the servers that the name server names.
+
+    affinities: of each Envoy, whether it reads keys from bodies: on or off. times: as for `configuration`.
+    """
     folder.mkdir(exist_ok=True)
     running = []
     try:
-        for number in range(count):
+        for number, affinity in enumerate(affinities):
             place = folder / str(number)
             place.mkdir()
-            running.append(Entrance(configuration(name_server, port, place, **times), place))
+            config = configuration(name_server, port, place, **times)
+            running.append(Entrance(config, place, affinity))
         yield running
     finally:
         for entrance in running:

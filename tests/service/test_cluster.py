@@ -72,6 +72,7 @@ class Load:
     def __init__(self, urls, expected):
         self.statuses = Counter()
         self.errors = Counter()
+        self.moves = 0  # from an entrance that did not answer to the other one
         self._urls, self._expected = urls, expected
         self._is_over = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -100,7 +101,6 @@ class Load:
         while not self._is_over:
             turn += 1
             text = TEXTS[turn * 7 % len(TEXTS)]
-            # Every third client sends no key.
             body = {"inputs": [text, *(["my card"] * (turn % 2))]}
             headers = {} if number % 3 else {"X-AttnCache-Affinity": str(turn % 9)}
             for url in self._urls[number % 2 :] + self._urls[: number % 2]:
@@ -109,7 +109,7 @@ class Load:
                         self._note(answer.status, await answer.read(), text)
                         break
                 except aiohttp.ClientError as error:
-                    # A client that knows a second entrance asks there.
+                    self.moves += 1
                     last = type(error).__name__
             else:
                 self.errors[last] += 1
@@ -125,7 +125,10 @@ def cluster(start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     write_sentence_transformer(folder / "model")
     port = free_port(HOSTS[0])
-    with NameServer() as names, entrances(2, names, port, folder / "doors", per_try_timeout=2) as doors:
+    with (
+        NameServer() as names,
+        entrances(["on", "off"], names, port, folder / "doors", per_try_timeout=2) as doors,
+    ):
         made = Cluster(start, folder, port, names, doors)
         made.add(*HOSTS)
         made.wait_until_healthy()
@@ -164,7 +167,7 @@ def terminate_at_once(cluster, load, host):
 def kill(cluster, load, host):
     cluster.running[host].send(signal.SIGKILL)
     load.wait_for(4 * CLIENTS)
-    cluster.remove(host)
+    assert cluster.remove(host).number("code") == -signal.SIGKILL
     cluster.add(host)
 
 
@@ -203,5 +206,6 @@ def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster,
             wait_until(lambda host=host: cluster.answered(host) > 0)
     print(f"{event.__name__}: {TIMES} times, {dict(load.statuses)}")
     assert load.errors == {}
+    assert event is kill_entrance or not load.moves
     assert set(load.statuses) <= {200, 429}
     assert load.statuses[200] > load.statuses[429]

@@ -25,7 +25,7 @@ def places(tmp_path_factory):
     stubs = [Stub(f"127.0.1.{number}", port) for number in (1, 2, 3)]
     with (
         NameServer() as names,
-        entrances(1, names, port, tmp_path_factory.mktemp("envoy"), per_try_timeout=0.5) as (entrance,),
+        entrances(["on"], names, port, tmp_path_factory.mktemp("envoy"), per_try_timeout=0.5) as (entrance,),
     ):
         yield entrance, names, stubs
     for stub in stubs:
