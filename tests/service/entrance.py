@@ -92,6 +92,7 @@ class Stub:
                 pass
 
         self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.handle_error = lambda *_: None  # a connection that was reset
         self.host, self.port = self._server.server_address
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
