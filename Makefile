@@ -8,7 +8,7 @@ PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve quick test versions wheels fuzz kills soak figures sanitize arm install image image-test lock clean
+.PHONY: serve quick test versions wheels fuzz kills cluster soak figures sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -51,6 +51,10 @@ fuzz: .venv/installed-with-test
 kills: .venv/installed-with-test
 	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 -s tests/reuse/test_generations.py \
 		tests/service/test_renewed_database.py
+
+# Servers behind Envoy that are killed, frozen, drained and added under load, 20 times each.
+cluster: .venv/installed-with-test
+	CLUSTER_EVENTS=20 .venv/bin/pytest --timeout 0 -s tests/service/test_cluster.py
 
 # Full load and damaged files for ten minutes, then a table and build/soak.png.
 soak: .venv/installed-with-test

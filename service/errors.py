@@ -35,6 +35,9 @@ from starlette.responses import Response
 
 from attncache_core import AttnCacheError, InvalidInput
 
+# The code of an error, for proxies: whether another server may be asked depends on it, and they read no body.
+ERROR_HEADER = "X-AttnCache-Error"
+
 
 class MalformedRequest(InvalidInput):
     """The bytes of the connection are not HTTP/1.1, or too many requests were sent without a response."""
@@ -266,9 +269,12 @@ def error_response(error: AttnCacheError) -> Response:
 
 def headers_of(error: AttnCacheError) -> dict[str, str]:
     """Return the headers of the response for an error."""
+    headers = {ERROR_HEADER: error.code}
     if isinstance(error, TryLater):
-        return {"Retry-After": str(error.retry_after_seconds)}
-    return {"WWW-Authenticate": error.challenge} if isinstance(error, Unauthorized) else {}
+        headers["Retry-After"] = str(error.retry_after_seconds)
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = error.challenge
+    return headers
 
 
 def rename(error: AttnCacheError, field: str | None) -> None:

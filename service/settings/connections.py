@@ -59,6 +59,13 @@ class Supervision(Group):
         allow_inf_nan=False,
         description="Seconds from SIGTERM to the end of the process, whatever does not end by itself.",
     )
+    drain_delay_seconds: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds from SIGTERM in which the server serves on while /ready has status 503, so that "
+        "load balancers leave first. --drain-seconds begin after them. A second signal ends the delay.",
+    )
     stuck_seconds: float = Field(
         120.0,
         gt=0,

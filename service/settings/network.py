@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ from pydantic import Field, SecretStr, field_validator
 
 from service.settings.names import Group, refused
 
+# In --trusted-proxies.
+UNIX_PEERS = "unix"
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -53,6 +56,28 @@ class Network(Group):
         if origins is not None and not all(map(_ORIGIN.fullmatch, map(str.strip, origins.split(",")))):
             raise refused("it must be *, or origins such as https://HOST or http://HOST:PORT, without a path")
         return origins
+
+    trusted_proxies: str | None = Field(
+        None,
+        min_length=1,
+        description="Networks of the proxies in front, separated by commas, such as 10.0.0.0/8; unix stands "
+        "for the peers of --unix-socket. Requests that they pass on take turns by the client's address in "
+        "X-Forwarded-For. Default: requests take turns by connection.",
+    )
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, proxies: str | None) -> str | None:
+        try:
+            for name in (proxies or UNIX_PEERS).split(","):
+                if name.strip() != UNIX_PEERS:
+                    ip_network(name.strip())
+        except ValueError:
+            raise refused(
+                "it must be addresses or networks such as 10.0.0.0/8 or fd00::/8, with no bits beyond the "
+                f"mask, or {UNIX_PEERS}, separated by commas"
+            ) from None
+        return proxies
 
     gzip: bool = Field(
         False, description="Compress responses of 8 KiB and more for clients that accept gzip."

@@ -81,7 +81,8 @@ T = TypeVar("T")
 class Client(NamedTuple):
     """Who sent a request."""
 
-    # Requests of one flow wait for each other; flows take turns. From the outside in: a key, a connection.
+    # Requests of one flow wait for each other; flows take turns. From the outside in: a key, a connection
+    # or, behind trusted proxies, an address.
     flow: tuple[object, ...]
     # Separates what is kept for a client from what is kept for others.
     namespace: bytes = b""

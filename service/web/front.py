@@ -37,6 +37,7 @@ from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Cli
 from service.web.connection import HEALTH_PATHS
 from service.web.error_shapes import shape_of
 from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_operators
+from service.web.proxies import TrustedProxies
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Front(FastAPI):
         self._others = AsyncExitStackMiddleware(self.router)
         # The beginning of all request ids, because random digits for each request cost a system call.
         self._own_ids = secrets.token_hex(8)
+        proxies = state.settings.trusted_proxies
+        self._proxies = None if proxies is None else TrustedProxies.of(proxies)
         self._answer_browsers = _for_browsers(self._answer, state.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +94,8 @@ class Front(FastAPI):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        client = Client((scope.get(CONNECTION, scope.get("client")),))
+        forwarded = None if self._proxies is None else self._proxies.client_of(scope)
+        client = Client((scope.get(CONNECTION, scope.get("client")) if forwarded is None else forwarded,))
         call = Call(scope, receive, self._service, headers, client, _request_id(headers, self._own_ids))
         REQUEST_ID.set(call.request_id)
         try:
@@ -119,10 +123,12 @@ class Front(FastAPI):
         except AttnCacheError as error:
             failure, headers = error, headers_of(error)
         except HTTPException as error:
-            failure, headers = _from_router(error), {**(error.headers or {})}
+            failure = _from_router(error)
+            headers = {**(error.headers or {}), **headers_of(failure)}
         except Exception as error:
             log_failure(logger, "a request failed", error)
-            failure, headers = InternalError(), {}
+            failure = InternalError()
+            headers = headers_of(failure)
         if call.status == NOT_ANSWERED:
             fields = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
             shape = shape_of(call.scope["path"])

@@ -1,6 +1,7 @@
 """Listen, serve and stop: the process around the app.
 
-SIGTERM, Ctrl+C    finish what was received, end; at once if a second one arrives, unless this is a worker
+SIGTERM, Ctrl+C    serve on for --drain-delay-seconds, finish what was received, end. Another one ends the
+                   delay or, behind the delay, the process; a worker heeds no other SIGTERM
 SIGHUP             read certificates and other files again, or stop if there are none
 loading fails      end, and return the exception
 """
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -141,7 +143,8 @@ class Server(uvicorn.Server):
         for connections in self._of_listeners:
             state.metrics.watch_connections(connections.name, connections.count)
         self._state = state
-        self._drain_seconds = settings.drain_seconds
+        self._drain_seconds, self._delay_seconds = settings.drain_seconds, settings.drain_delay_seconds
+        self._drain_at = 0.0  # by time.monotonic, from the first signal on
         self._between_checks = min(_SECONDS_BETWEEN_CHECKS, *(seconds / 2 for seconds in limits.seconds()))
         self._checked_at = 0.0
         self._hangup = False
@@ -154,20 +157,17 @@ class Server(uvicorn.Server):
     # Called by signals.
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Begin the shutdown; end the process if it has begun already."""
-        if self._guard is not None:
-            # A worker may get a signal from its supervisor, and the same one from whoever signals both.
-            if self._is_alone:
-                os._exit(128 + sig)
-            return
-        # The guard ends the process also if the event loop or the interpreter's clean-up hangs.
-        self._guard = threading.Timer(
-            self._drain_seconds, end_process, (0, "the server did not close in time, and ends")
-        )
-        self._guard.daemon = True
-        self._guard.start()
-        self.should_exit = True
-        self._state.draining = True
+        """Begin the shutdown; end its delay if it has begun already, or the process."""
+        if self._guard is None:
+            # Nobody sends requests to a server that was not ready.
+            self._drain_after(self._delay_seconds if self._state.is_ready else 0.0)
+            self._state.draining = True
+        # A worker may get a signal from its supervisor, and the same one from whoever signals both. Only the
+        # supervisor sends SIGINT.
+        elif time.monotonic() < self._drain_at and (self._is_alone or sig == signal.SIGINT):
+            self._drain_after(0.0)
+        elif self._is_alone:
+            os._exit(128 + sig)
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
         """Read files again at the next tick, or begin the shutdown if there are none."""
@@ -175,6 +175,18 @@ class Server(uvicorn.Server):
             self._hangup = True
         else:
             self.handle_exit(sig, frame)
+
+    def _drain_after(self, delay: float) -> None:
+        if self._guard is not None:
+            self._guard.cancel()
+        # The guard ends the process also if the event loop or the interpreter's clean-up hangs.
+        self._guard = threading.Timer(
+            delay + self._drain_seconds, end_process, (0, "the server did not close in time, and ends")
+        )
+        self._guard.daemon = True
+        self._guard.start()
+        self._drain_at = time.monotonic() + delay
+        self.should_exit = not delay
 
     # Called by uvicorn.
 
@@ -195,6 +207,8 @@ class Server(uvicorn.Server):
         if self._hangup:
             self._hangup = False
             reload_all(self._state.reloads)
+        if self._guard is not None and time.monotonic() >= self._drain_at:
+            self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002

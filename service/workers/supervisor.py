@@ -9,7 +9,8 @@ A worker is a fork of the supervisor, which has imported everything: it starts i
 memory of the imported code. The fork is safe because the supervisor has one thread. Workers share the sockets
 and a folder with their store and their metrics.
 
-SIGTERM, Ctrl+C             end the workers, which finish what was received; at once if a second one arrives
+SIGTERM, Ctrl+C             end the workers, which finish what was received. Another one ends their delay or,
+                            behind the delay, all at once
 SIGHUP                      let the workers read files again, or end them if there are none
 a worker ends               start it again, with a delay that grows
 a worker was never ready    end all, and return its error
@@ -114,6 +115,7 @@ class Supervisor:
         self._all_were_ready = False
         self._signals: list[int] = []  # that have arrived
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
+        self._drain_at = 0.0  # by time.monotonic: until then, workers that are to end serve on
         self._failure: BaseException | None = None
 
     def run(self) -> BaseException | None:
@@ -150,17 +152,22 @@ class Supervisor:
             number = self._signals.pop(0)
             if number == signal.SIGHUP and (self._settings.api_keys or self._settings.tls_cert):
                 self._send(number)
-            elif self._kill_at is not None and self._failure is None:
+            elif self._kill_at is None:
+                self._finish(self._settings.drain_delay_seconds)
+            elif time.monotonic() < self._drain_at:
+                self._finish(0.0)
+            elif self._failure is None:
                 sys.exit(128 + number)
-            else:
-                self._finish()
 
-    def _finish(self) -> None:
-        """Let all workers finish what they have received, and end."""
-        self._kill_at = time.monotonic() + self._settings.drain_seconds + _KILL_SECONDS
+    def _finish(self, delay: float) -> None:
+        """Let all workers serve on for so many seconds, finish what they have received, and end."""
+        is_second = self._kill_at is not None
+        self._drain_at = time.monotonic() + delay
+        self._kill_at = self._drain_at + self._settings.drain_seconds + _KILL_SECONDS
         for place in self._places:
             place.start_at = None
-        self._send(signal.SIGTERM)
+        # Whoever signals all processes sends SIGTERM to the workers too: that must not end their delay.
+        self._send(signal.SIGINT if is_second else signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         for process in self._running():
@@ -263,7 +270,7 @@ class Supervisor:
             else:
                 self._failure = RuntimeError(f"{why} before it was ready")
                 logger.critical("%s", self._failure)
-            self._finish()
+            self._finish(0.0)
             return
         now = time.monotonic()
         if now - place.started_at > _STEADY_SECONDS:

@@ -47,6 +47,7 @@ class Running:
         """Return the address that the server logs; name: of one of several listeners."""
         found = re.compile(rf"listening on (\S+) \({name}\)" if name else r"listening on (\S+)")
         wait_until(lambda: found.search(self.log) or self.has_ended)
+        assert found.search(self.log), self.log
         return found.search(self.log)[1]
 
     def connect(self):

@@ -1,0 +1,211 @@
+"""Real servers behind real Envoys, which are killed, frozen, drained and added while 64 clients ask.
+
+One of each event in `make test`, and CLUSTER_EVENTS of each in `make cluster`.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import aiohttp
+import httpx
+import pytest
+from core_models import write_sentence_transformer
+from entrance import NameServer, entrances, free_port
+from raw_http import wait_until
+
+CLIENTS = 64
+TIMES = int(os.environ.get("CLUSTER_EVENTS", "1"))
+TEXTS = [f"my {word} was {number}" for word in ("card", "bank", "transfer") for number in range(40)]
+HOSTS = ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
+DELAY = 1.5
+
+
+class Cluster:
+    """Servers by address, their name server, and the entrances in front of them."""
+
+    def __init__(self, start, folder, port, names, doors):
+        self._start, self._folder, self.port, self.names, self.doors = start, folder, port, names, doors
+        self.running = {}
+
+    def add(self, *hosts):
+        """Start servers, and name them once they are ready."""
+        for host in hosts:
+            self.running[host] = self._started(host)
+        for host in hosts:
+            self.running[host].wait_until_ready()
+        self.names.addresses = [*self.names.addresses, *hosts]
+
+    def _started(self, host):
+        arguments = ["serve", "--model", "model", "--host", host, "--port", str(self.port), "--threads", "1"]
+        arguments += ["--no-maps", "--dtype", "float32", "--result-memory-bytes", "0"]
+        arguments += ["--trusted-proxies", "127.0.0.1", "--drain-delay-seconds", str(DELAY)]
+        return self._start("command", folder=str(self._folder), arguments=arguments)
+
+    def remove(self, host):
+        self.names.addresses = [address for address in self.names.addresses if address != host]
+        return self.running.pop(host)
+
+    def wait_until_healthy(self):
+        wait_until(
+            lambda: all(
+                door.healthy(cluster) == len(self.running)
+                for door in self.doors
+                for cluster in ("by_key", "by_requests")
+            )
+        )
+
+    def answered(self, host):
+        """Return how many requests this server has answered."""
+        lines = httpx.get(f"http://{host}:{self.port}/metrics").text.splitlines()
+        name = 'attncache_requests_total{route="/embed",status="200"} '
+        return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
+
+
+class Load:
+    """Clients that ask without a pause, in a thread. Afterwards: what they got."""
+
+    def __init__(self, urls, expected):
+        self.statuses = Counter()
+        self.errors = Counter()
+        self.moves = 0  # from an entrance that did not answer to the other one
+        self._urls, self._expected = urls, expected
+        self._is_over = False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self):
+        self._thread.start()
+        self.wait_for(CLIENTS)
+        return self
+
+    def __exit__(self, *_):
+        self._is_over = True
+        self._thread.join()
+
+    def wait_for(self, count):
+        """Wait until so many more requests are answered."""
+        before = self.statuses.total()
+        wait_until(lambda: self.statuses.total() >= before + count)
+
+    async def _run(self):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
+            await asyncio.gather(*(self._ask(session, number) for number in range(CLIENTS)))
+
+    async def _ask(self, session, number):
+        turn = number
+        while not self._is_over:
+            turn += 1
+            text = TEXTS[turn * 7 % len(TEXTS)]
+            body = {"inputs": [text, *(["my card"] * (turn % 2))]}
+            headers = {} if number % 3 else {"X-AttnCache-Affinity": str(turn % 9)}
+            for url in self._urls[number % 2 :] + self._urls[: number % 2]:
+                try:
+                    async with session.post(f"{url}/embed", json=body, headers=headers) as answer:
+                        self._note(answer.status, await answer.read(), text)
+                        break
+                except aiohttp.ClientError as error:
+                    self.moves += 1
+                    last = type(error).__name__
+            else:
+                self.errors[last] += 1
+
+    def _note(self, status, content, text):
+        self.statuses[status] += 1
+        if status == 200 and json.loads(content)[0] != self._expected[text]:
+            self.errors["wrong vector"] += 1
+
+
+@pytest.fixture(scope="module")
+def cluster(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    write_sentence_transformer(folder / "model")
+    port = free_port(HOSTS[0])
+    with (
+        NameServer() as names,
+        entrances(["on", "off"], names, port, folder / "doors", per_try_timeout=2) as doors,
+    ):
+        made = Cluster(start, folder, port, names, doors)
+        made.add(*HOSTS)
+        made.wait_until_healthy()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(cluster):
+    """The vector of each text, by one server."""
+    url = f"http://{HOSTS[0]}:{cluster.port}/embed"
+    return dict(zip(TEXTS, httpx.post(url, json={"inputs": TEXTS}, timeout=60).json(), strict=True))
+
+
+def terminate(cluster, load, host):
+    """Let a server end after its delay, and start another one in its place."""
+    server = cluster.running[host]
+    server.send(signal.SIGTERM)
+    assert server.number("code") == 0
+    cluster.remove(host)
+    load.wait_for(CLIENTS)
+    cluster.add(host)
+
+
+def terminate_at_once(cluster, load, host):
+    """Let a server drain before the entrances know of it."""
+    server = cluster.running[host]
+    server.send(signal.SIGTERM)
+    time.sleep(0.05)
+    server.send(signal.SIGTERM)
+    assert server.number("code") == 0
+    cluster.remove(host)
+    load.wait_for(CLIENTS)
+    cluster.add(host)
+
+
+def kill(cluster, load, host):
+    cluster.running[host].send(signal.SIGKILL)
+    load.wait_for(4 * CLIENTS)
+    assert cluster.remove(host).number("code") == -signal.SIGKILL
+    cluster.add(host)
+
+
+def freeze(cluster, load, host):
+    server = cluster.running[host]
+    server.send(signal.SIGSTOP)
+    wait_until(lambda: cluster.doors[0].healthy() == len(HOSTS) - 1)
+    load.wait_for(4 * CLIENTS)
+    server.send(signal.SIGCONT)
+
+
+def add(cluster, _load, host):
+    """Take a server out by its name, and start another one there: it gets requests."""
+    cluster.running[host].send(signal.SIGTERM)
+    assert cluster.remove(host).number("code") == 0
+    wait_until(lambda: cluster.doors[0].healthy() == len(HOSTS) - 1)
+    cluster.add(host)
+    wait_until(lambda: cluster.answered(host) > CLIENTS)
+
+
+def kill_entrance(cluster, load, _host):
+    cluster.doors[0].kill()
+    load.wait_for(2 * CLIENTS)
+    cluster.doors[0].start()
+    load.wait_for(2 * CLIENTS)
+
+
+@pytest.mark.parametrize("event", [terminate, terminate_at_once, kill, freeze, add, kill_entrance])
+def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster, expected, event):
+    urls = [door.url for door in cluster.doors]
+    with Load(urls, expected) as load:
+        for number in range(TIMES):
+            host = HOSTS[number % len(HOSTS)]
+            event(cluster, load, host)
+            cluster.wait_until_healthy()
+            wait_until(lambda host=host: cluster.answered(host) > 0)
+    print(f"{event.__name__}: {TIMES} times, {dict(load.statuses)}")
+    assert load.errors == {}
+    assert event is kill_entrance or not load.moves
+    assert set(load.statuses) <= {200, 429}
+    assert load.statuses[200] > load.statuses[429]

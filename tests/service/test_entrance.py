@@ -1,0 +1,222 @@
+"""docker/envoy.yaml, by real Envoys in front of servers that do what a test says."""
+
+import json
+import socket
+import subprocess
+import threading
+import time
+from ipaddress import ip_address
+
+import httpx
+import pytest
+from entrance import DOCKER, NameServer, Stub, entrances, envoy_path, free_port
+from raw_http import wait_until
+
+from service.settings import Settings
+
+TEXT = {"inputs": "a"}
+BY_KEY = {"X-AttnCache-Affinity": "one"}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Envoy, its name server, and three servers."""
+    port = free_port("127.0.1.1")
+    stubs = [Stub(f"127.0.1.{number}", port) for number in (1, 2, 3)]
+    with (
+        NameServer() as names,
+        entrances(["on"], names, port, tmp_path_factory.mktemp("envoy"), per_try_timeout=0.5) as (entrance,),
+    ):
+        yield entrance, names, stubs
+    for stub in stubs:
+        stub.close()
+
+
+@pytest.fixture
+def cluster(places):
+    """The same, as if new: all servers are ready and answer 200 with their address."""
+    entrance, names, stubs = places
+    for stub in stubs:
+        stub.is_ready, stub.answer = True, lambda *_, host=stub.host: (200, {}, host)
+    names.addresses = [stub.host for stub in stubs]
+    wait_until(lambda: all(entrance.healthy(cluster) == 3 for cluster in ("by_key", "by_requests")))
+    for stub in stubs:
+        stub.requests.clear()
+    return entrance, names, stubs
+
+
+def ask(entrance, content=TEXT, **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.post(f"{entrance.url}/embed", json=content, headers=headers, timeout=30)
+
+
+def answer_first(stubs, *answer):
+    """Let the server that is asked first answer so, and the others 200."""
+    asked = []
+
+    def respond(*_):
+        asked.append(1)
+        return answer if len(asked) == 1 else (200, {}, "second")
+
+    for stub in stubs:
+        stub.answer = respond
+
+
+def count(stubs):
+    return sum(len(stub.requests) for stub in stubs)
+
+
+def test_configuration_is_valid_and_follows_the_settings_of_the_servers(tmp_path):
+    text = (DOCKER / "envoy.yaml").read_text(encoding="utf-8")
+    (tmp_path / "envoy.yaml").write_text(text.replace("/etc/envoy/", f"{DOCKER}/"))
+    command = [envoy_path(), "--mode", "validate", "-c", str(tmp_path / "envoy.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "[warning]" not in done.stderr
+    settings = Settings()
+    assert text.count(f" {settings.max_body_bytes}\n") == 2
+    assert f"timeout: {2 * settings.request_seconds:g}s" in text
+    assert f"per_try_timeout: {settings.request_seconds / 4:g}s" in text
+    assert settings.keep_alive_seconds > 60
+    assert "idle_timeout: 60s" in text
+
+
+@pytest.mark.parametrize("code", ["not_ready", "shutting_down"])
+@pytest.mark.parametrize("key", [{}, BY_KEY])
+def test_another_server_answers_for_one_that_takes_no_requests(cluster, code, key):
+    entrance, _, stubs = cluster
+    answer_first(stubs, 503, {"X-AttnCache-Error": code}, "")
+    answered = ask(entrance, **key)
+    assert (answered.status_code, answered.text) == (200, "second")
+    ids = {headers["x-request-id"] for stub in stubs for _, headers, _ in stub.requests}
+    assert (count(stubs), len(ids)) == (2, 1)
+    assert max(len(stub.requests) for stub in stubs) == 1
+
+
+@pytest.mark.parametrize("key", [{}, BY_KEY])
+def test_another_server_answers_for_one_that_is_lost(cluster, key):
+    entrance, _, stubs = cluster
+    answer_first(stubs, None, {}, "")  # closes the connection
+    body = {"inputs": "a" * 1_900_000}
+    answered = ask(entrance, body, **key)
+    assert (answered.status_code, answered.text) == (200, "second")
+    assert [json.loads(body) for stub in stubs for *_, body in stub.requests] == [body] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "invalid_input"),
+        (413, "body_too_large"),
+        (429, "queue_full"),
+        (500, "internal_error"),
+        (503, "too_many_connections"),
+        (503, "store_unavailable"),
+        (503, "stuck"),
+        (503, None),
+        (504, "deadline_exceeded"),
+    ],
+)
+def test_every_other_answer_is_passed_on_and_no_request_repeated(cluster, status, code):
+    entrance, _, stubs = cluster
+    answer_first(stubs, status, {"X-AttnCache-Error": code, "Retry-After": "7"} if code else {}, "sentence")
+    answered = ask(entrance)
+    assert (answered.status_code, answered.text) == (status, "sentence")
+    assert answered.headers.get("x-attncache-error") == code
+    assert count(stubs) == 1
+
+
+def test_frozen_server_keeps_no_client_waiting_and_slow_servers_answer(cluster):
+    entrance, _, stubs = cluster
+    home = next(stub for stub in stubs if stub.host == ask(entrance, **BY_KEY).text)
+    thawed = threading.Event()
+    home.answer = lambda *_: (200, {}, "frozen" if thawed.wait(60) else "")
+    assert ask(entrance, **BY_KEY).text in {stub.host for stub in stubs} - {home.host}
+    thawed.set()
+    for stub in stubs:
+        stub.answer = lambda *_: (200, {}, "slow" if not time.sleep(1) else "")
+    assert ask(entrance, **BY_KEY).text == "slow"
+
+
+def test_equal_keys_reach_one_server_and_different_keys_all(cluster):
+    entrance, _, stubs = cluster
+    for number in range(30):
+        assert (
+            len({ask(entrance, {"session_id": f"s{number}", "append": str(n)}).text for n in range(3)}) == 1
+        )
+    assert min(len(stub.requests) for stub in stubs) >= 9
+    assert all("x-attncache-affinity" in headers for stub in stubs for _, headers, _ in stub.requests)
+
+
+def test_server_that_fails_at_everything_leaves_and_comes_back(cluster):
+    entrance, _, stubs = cluster
+    stubs[0].answer = lambda *_: (500, {}, "")
+
+    def statuses():
+        return {ask(entrance, {"inputs": f"{number}"}).status_code for number in range(30)}
+
+    assert statuses() == {200, 500}
+    wait_until(lambda: statuses() and entrance.healthy() == 2)
+    assert statuses() == {200}
+    stubs[0].answer = stubs[1].answer
+    wait_until(lambda: entrance.healthy() == 3)
+
+
+def test_servers_come_and_go_by_name_and_without_any_the_answer_is_503_at_once(cluster):
+    entrance, names, stubs = cluster
+    names.addresses = ["127.0.1.1"]
+    for stub in stubs[1:]:
+        stub.is_ready = False
+    wait_until(lambda: entrance.healthy() == 1)
+    assert {ask(entrance).text for _ in range(6)} == {"127.0.1.1"}
+    stubs[0].is_ready = False
+    wait_until(lambda: entrance.healthy() == entrance.healthy("by_requests") == 0)
+    for key in ({}, BY_KEY):
+        answered = ask(entrance, **key)
+        assert (answered.status_code, answered.json()["error"]["code"]) == (503, "no_server")
+        assert answered.json()["error"]["field"] is None
+        assert (answered.headers["retry-after"], answered.headers["x-attncache-error"]) == ("1", "no_server")
+    assert entrance.process.poll() is None
+
+
+def test_body_that_is_too_large_is_refused_as_the_servers_refuse_it(cluster):
+    entrance, _, stubs = cluster
+    largest = b'{"inputs": "' + b"a" * (2**21 - 14) + b'"}'
+    assert len(largest) == 2**21
+    assert httpx.post(f"{entrance.url}/embed", content=largest, timeout=30).status_code == 200
+    refused = httpx.post(f"{entrance.url}/embed", content=largest + b" ", timeout=30)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+    assert count(stubs) == 1
+
+
+def test_servers_learn_the_address_of_the_client_and_nothing_that_the_client_invents(cluster):
+    entrance, _, stubs = cluster
+    invented = {"X-Forwarded-For": "198.51.100.1", "X-Request-Id": "mine"}
+    commands = {"X-Envoy-Upstream-Rq-Timeout-Ms": "1", "X-Envoy-Retry-On": "5xx", "X-Envoy-Max-Retries": "9"}
+    answer_first(stubs, 500, {}, "")
+    assert ask(entrance, **invented, **commands).status_code == 500
+    ((_, headers, _),) = [request for stub in stubs for request in stub.requests]
+    # Envoy gives its own address for a client of the same machine.
+    assert ip_address(headers["x-forwarded-for"]) != ip_address("198.51.100.1")
+    assert headers["x-request-id"] == "mine"
+    assert headers.keys().isdisjoint(name.lower() for name in commands)
+
+
+def test_slow_client_costs_no_server_anything(cluster):
+    entrance, _, stubs = cluster
+    host, port = entrance.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /embed HTTP/1.1\r\nHost: test\r\nContent-Length: 14\r\n\r\n{")
+        assert ask(entrance).status_code == 200
+        time.sleep(0.2)
+        assert count(stubs) == 1
+        client.sendall(b'"inputs":"a" }')
+        client.settimeout(30)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_operators_port_shows_numbers_and_stops_nothing(cluster):
+    entrance, *_ = cluster
+    for path in ("/quitquitquit", "/config_dump", "/"):
+        assert httpx.post(f"{entrance.operators}{path}").status_code == 404
+    assert "envoy_cluster_membership_healthy" in httpx.get(f"{entrance.operators}/stats/prometheus").text
