@@ -21,7 +21,7 @@ from benchmarks.measuring.fleet import Fleet, Request
 
 _TIERS = "memory", "disk", "shared"  # as in /info
 _MEASURED_PROMPTS = 8
-_SHORT, _LONG = 32, 288  # tokens
+_SHORT, _LONG, _READ = 32, 288, 304  # tokens
 _TOKENS = 3, 100  # ids that every vocabulary has, and that are seldom special tokens
 # Above the tokens of the requests themselves.
 _MEASURING_SEED = 1 << 50
@@ -65,7 +65,7 @@ async def measured_fleet(cluster: Cluster) -> Fleet:
             request_seconds=max(0.0, short - _SHORT / speed),
             memory_tokens=stats["memory"]["most_bytes"] * stats["block_tokens"] // stats["block_bytes"],
             has_store=has_store,
-            store_tokens_per_second=await _store_speed(session, cluster, short) if has_store else 1.0,
+            store_tokens_per_second=await _store_speed(session, cluster) if has_store else 1.0,
         )
 
 
@@ -122,19 +122,16 @@ async def _seconds_per_prompt(session: aiohttp.ClientSession, cluster: Cluster, 
     return (time.perf_counter() - started) / _MEASURED_PROMPTS
 
 
-async def _store_speed(session: aiohttp.ClientSession, cluster: Cluster, short: float) -> float:
-    """Return the tokens per second that a server reads from the shared store."""
+async def _store_speed(session: aiohttp.ClientSession, cluster: Cluster) -> float:
+    """Return the tokens per second that a server reads from the shared store, while the others rest."""
     if len(cluster.servers) < 2:
         raise InvalidInput("two servers are needed to measure the shared store", field="replay-server")
-    prompts = [_random_ids(_MEASURING_SEED - number, _LONG) for number in range(1, 9)]
-    for ids in prompts:
-        await _embed(session, cluster.servers[0], ids, {})
+    first, second = (Cluster(cluster.entrance, [server]) for server in cluster.servers[:2])
+    await _seconds_per_prompt(session, first, _READ)
     await asyncio.sleep(_SETTLE_SECONDS)
-    started = time.perf_counter()
-    for ids in prompts:
-        await _embed(session, cluster.servers[1], ids, {})
-    seconds = (time.perf_counter() - started) / len(prompts)
-    return _LONG / max(1e-6, seconds - short)
+    long = await _seconds_per_prompt(session, second, _READ)
+    short = await _seconds_per_prompt(session, second, _SHORT + 1)
+    return (_READ - _SHORT) / max(1e-6, long - short)
 
 
 async def _embed(
