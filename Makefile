@@ -47,10 +47,12 @@ fuzz: .venv/installed-with-test
 	.venv/bin/pytest --hypothesis-profile=fuzz --timeout 0 tests/service/test_documented_api.py \
 		tests/service/test_fuzzed_bytes.py
 
-# Renewals of a database that are killed a thousand times, and servers that change the generation 200 times.
+# Renewals of a database that are killed a thousand times, servers that change the generation 200 times, and
+# conversations while the store that machines share is killed and frozen 40 times.
 kills: .venv/installed-with-test
-	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 -s tests/reuse/test_generations.py \
-		tests/service/test_renewed_database.py
+	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 ATTNCACHE_OUTAGES=40 .venv/bin/pytest --timeout 0 -s \
+		tests/reuse/test_generations.py tests/service/test_renewed_database.py \
+		tests/service/test_shared_between_machines.py
 
 # Servers behind Envoy that are killed, frozen, drained and added under load, 20 times each.
 cluster: .venv/installed-with-test

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import logging
+import os
+import random
 import re
 import shutil
 import ssl
 import subprocess
 import threading
 import time
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -160,6 +163,55 @@ async def test_without_the_store_transcripts_are_answered_and_nothing_goes_on_wi
 
 async def known_to_nobody(server):
     return (await turn(server, append="d")).status_code == 404
+
+
+async def converse(servers, number, is_over, seen):
+    """Hold a conversation at any server until the end; every answer must be about all that was said."""
+    chance, said, turns = random.Random(number), "", 0
+    while not is_over():
+        letter, turns = chance.choice("abcdefgh"), turns + 1
+        append = {"append": letter} if said else {"transcript": letter}
+        while True:
+            server = chance.choice(servers)
+            body = {"session_id": f"{number}", "normalize": False, **append}
+            answer = await server.post("/embed", json=body, headers={"X-Request-Id": f"{number}/{turns}"})
+            seen[answer.status_code] += 1
+            if answer.status_code == 404:
+                append = {"transcript": said + letter}
+            elif answer.status_code == 503:
+                await asyncio.sleep(0.01)
+            else:
+                break
+        said += letter
+        assert_is_about(answer, said)
+        if len(said) == 60:  # of the window
+            number, said, turns = number + 1000, "", 0
+
+
+async def test_conversations_under_load_are_whole_through_outages(valkey, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
+    outages, seen, chance, over = (
+        int(os.environ.get("ATTNCACHE_OUTAGES", "3")),
+        Counter(),
+        random.Random(1),
+        [],
+    )
+    async with (
+        machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(32):
+            group.create_task(converse(servers, number, lambda: bool(over), seen))
+        for _ in range(outages):
+            await asyncio.sleep(0.3 * chance.random())
+            away, back = chance.choice([(valkey.kill, valkey.start), (valkey.freeze, valkey.thaw)])
+            away()
+            await asyncio.sleep(0.4 * chance.random())
+            back()
+        await until(lambda: asyncio.sleep(0, seen[200] > 500))
+        over.append(True)
+    assert set(seen) <= {200, 404, 503}
 
 
 async def test_full_store_serves_what_it_has_and_transcripts(tmp_path):

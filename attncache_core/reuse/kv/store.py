@@ -12,11 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from typing import NamedTuple
 
 from attncache_core.reuse.kv.block_file import DamagedBlock
@@ -25,6 +25,7 @@ from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
 from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
+from attncache_core.reuse.kv.saved import open_whole_blocks
 from attncache_core.reuse.kv.transfer import Loading, SavedBlock, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
@@ -335,24 +336,8 @@ class KeyValueStore:
         token_bytes: see Transfers.open.
         """
         claimed = {new.block.name.key: new.block for new in reservation.new}
-        found = transfers.open([self._worth_opening(each, claimed) for each in sequences], token_bytes)
-        opened: dict[bytes, tuple[SavedBlock, Block]] = {}
-        ends = []  # of each sequence the key of its last block that is given, and the tokens until there
-        for sequence in sequences:
-            parent, walked = sequence.root, 0
-            for name in sequence.names[: sequence.max_given // BLOCK_TOKENS]:
-                if name.key not in opened and name.key not in self.memory:
-                    block, file = claimed.get(name.key), found.pop(name.key, None)
-                    if block is None or file is None:
-                        break
-                    opened[name.key] = file, block
-                parent, walked = name.key, walked + BLOCK_TOKENS
-            ends.append((parent, walked))
-        for file in found.values():
-            file.close()
-        choices = [
-            self._short_blocks(sequence, *end, opened) for sequence, end in zip(sequences, ends, strict=True)
-        ]
+        files, choices = open_whole_blocks(transfers, sequences, claimed, self.memory, token_bytes)
+        opened = {key: (file, claimed[key]) for key, file in files.items()}
         self._add_short(reservation, transfers.open_longest(choices, token_bytes), claimed, opened)
         if not opened:
             return None
@@ -363,21 +348,6 @@ class KeyValueStore:
             self._give_opened(reservation, sequences, opened)
         reservation.loading = loading
         return loading
-
-    def _worth_opening(self, sequence: PrefixKey, claimed: Mapping[bytes, Block]) -> list[BlockName]:
-        """Return the names of the claimed whole blocks at the front of a sequence."""
-        front = takewhile(
-            lambda name: name.key in claimed or name.key in self.memory,
-            sequence.names[: sequence.max_given // BLOCK_TOKENS],
-        )
-        return [name for name in front if name.key in claimed]
-
-    def _short_blocks(
-        self, sequence: PrefixKey, parent: bytes, first: int, opened: Container[bytes]
-    ) -> list[BlockName]:
-        """Return the names of blocks of fewer than BLOCK_TOKENS tokens at `first`, the longest first."""
-        names = (sequence.short_block(parent, first, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
-        return [name for name in names if name and name.key not in opened]
 
     def _add_short(
         self,
