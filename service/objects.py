@@ -166,7 +166,9 @@ class ObjectFolder:
                 self._require_seen(name, seen)
                 write_whole(self._path(name), content)
             return
-        mode = "create" if seen is None else {"e_tag": seen.etag, "version": seen.version}
+        mode: Any = "create"
+        if seen is not None:
+            mode = {"e_tag": seen.etag} | ({"version": seen.version} if seen.version else {})
         with self._translated(name):
             self._obstore.put(self._store, name, content, mode=mode, use_multipart=False)
 
