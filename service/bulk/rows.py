@@ -113,7 +113,8 @@ class ParquetRows:
 
     def place(self, number: int) -> str:
         """Return where a row is, for errors."""
-        return f"{self._path}, row {number}"
+        of_group = f" of row group {self._groups[0]}" if self._groups else ""
+        return f"{self._path}, row {number}{of_group}"
 
     @property
     def group_rows(self) -> Iterator[int]:

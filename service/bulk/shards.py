@@ -146,7 +146,7 @@ class _Part:
         return islice(iter(self._rows), self._shard.rows)
 
     def place(self, number: int) -> str:
-        return f"{self._rows.place(number)} of row group {self._shard.group}"
+        return self._rows.place(number)
 
     @property
     def share(self) -> float:

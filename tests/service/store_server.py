@@ -18,7 +18,7 @@ class Store:
     def __init__(self):
         self.objects, self.uploads, self.lock = {}, {}, threading.Lock()
         self.requests = []  # (method, path with query)
-        self.fail = lambda method, path: None  # returns a status to answer instead
+        self.fail = lambda *_: None  # takes method and path; returns a status to answer instead
 
     @property
     def s3(self):
@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         store.objects[path] = body
         return self.answer(200, headers={"ETag": etag(body)})
 
-    def of_post(self, store, path, query, _body):
+    def of_post(self, store, path, query, body):
         if "uploads" in query:
             number = str(len(store.uploads))
             store.uploads[number] = {}
@@ -87,6 +87,11 @@ class Handler(BaseHTTPRequestHandler):
                 f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId>"
                 "</InitiateMultipartUploadResult>".encode(),
             )
+        if "delete" in query:
+            for name in re.findall(r"<Key>(.*?)</Key>", body.decode()):
+                store.objects.pop(f"{path.rstrip('/')}/{name}", None)
+            deleted = re.sub(rb".*?(<Key>.*</Key>).*", rb"<Deleted>\1</Deleted>", body, flags=re.DOTALL)
+            return self.answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
         parts = store.uploads.pop(query["uploadId"][0])
         content = store.objects[path] = b"".join(part for _, part in sorted(parts.items()))
         return self.answer(

@@ -197,10 +197,8 @@ def test_download_that_is_killed_goes_on_with_what_it_has(store, root, tmp_path,
 def test_workers_and_servers_of_a_machine_download_once(store, root, tmp_path, tiny_checkpoint):
     pushed(root, store.s3 % "a")
     before = len(store.requests)
-    threads = [
-        threading.Thread(target=followed, args=(store.http % "a", tmp_path, tiny_checkpoint))
-        for _ in range(4)
-    ]
+    arguments = store.http % "a", tmp_path, tiny_checkpoint
+    threads = [threading.Thread(target=followed, args=arguments) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
