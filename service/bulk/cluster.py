@@ -149,11 +149,11 @@ class RayWorkers:
         actor = self._starting.pop(start)
         try:
             options, reason = self._ray.get(start)
-        except self._ray.exceptions.RayError as error:
-            options, reason = None, f"its process died: {type(error).__name__}"
+        except self._ray.exceptions.RayError:
+            return  # its process died, and another one is started
         if options is None:
             self._failed_starts += 1
-            if self._failed_starts == _MOST_DEATHS:
+            if self._failed_starts == TRIES:
                 raise InvalidInput(f"ray: no actor can start: {reason}", field="ray")
             return
         self._failed_starts = 0

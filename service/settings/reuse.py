@@ -87,7 +87,9 @@ class Reuse(Group):
     @classmethod
     def _is_url_or_folder(cls, database: object) -> object:
         # A URL may hold secrets, which neither a log nor an error may show.
-        return SecretStr(database) if isinstance(database, str) and "://" in database else database
+        if isinstance(database, str):
+            return SecretStr(database) if "://" in database else Path(database)
+        return database
 
 
 class KeyValues(Group):

@@ -1,4 +1,4 @@
-"""A server loads no evaluation."""
+"""A server loads no evaluation, and nothing for object stores and clusters."""
 
 import subprocess
 import sys
@@ -18,6 +18,7 @@ def load_only(settings, load_engines, listeners):
 
 def show_loaded():
     unneeded = ("service.plots", "service.commands.evaluat", "attncache_core.evaluation", "aiohttp")
+    unneeded += ("obstore", "ray.")
     print([name for name in sys.modules if name.startswith(unneeded)])
 
 serve.serve_with_workers = load_only

@@ -260,7 +260,7 @@ def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, text
     driver = start()
     try:
         while killed.total() < max(1, KILLS):
-            time.sleep(chance.uniform(0.1, 4) if KILLS else 0.02)
+            time.sleep(chance.uniform(0.5, 10) if KILLS else 0.02)
             if driver.poll() is not None:
                 # A run that ended before all kills begins again.
                 assert driver.returncode in (0, 3, -signal.SIGKILL)
