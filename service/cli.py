@@ -36,6 +36,7 @@ _COMMANDS = LazyCommands(
         "fit-classifier": "service.commands.fit:fit",
         "inspect": "service.commands.database:inspect",
         "prune": "service.commands.prune:prune",
+        "push": "service.commands.push:push",
         "renew": "service.commands.renew:renew",
         "serve": "service.commands.serve:serve",
         "tune": "service.commands.tune:tune",

@@ -54,8 +54,13 @@ class Pause:
     seconds: float
 
 
-# The engine that serves from now on, a line about what is prepared behind the requests, or a pause.
-Loaded = PrefillEngine | str | Pause
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A look at a database in an object store has failed. The log says why."""
+
+
+# The engine that serves from now on, a line about what is prepared behind the requests, a pause or a failure.
+Loaded = PrefillEngine | str | Pause | FetchFailed
 
 _RETRY_SECONDS = 2
 _LOOK_SECONDS = 2.0
@@ -222,6 +227,9 @@ class ServiceState:
                     self.preparing = None
                     if self._ended.wait(loaded.seconds):
                         return
+                    continue
+                if isinstance(loaded, FetchFailed):
+                    self.metrics.database_fetch_failed()
                     continue
                 if isinstance(loaded, str):
                     self.preparing = loaded

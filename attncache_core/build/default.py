@@ -55,6 +55,11 @@ def share_done(stage: str, done: int, total: int) -> float:
     return begins[index] + within * (begins[index + 1] - begins[index])
 
 
+def databases_folder(cache_dir: Path | None) -> Path:
+    """Return the folder of the databases that servers make or download by themselves."""
+    return (cache_dir or user_cache_path("attncache")) / "databases"
+
+
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
     """Return the folder of the model's default database.
 
@@ -62,9 +67,8 @@ def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = Non
     map kernel and of the calibration.
     """
     name = re.sub(r"[^\w.-]+", "-", Path(checkpoint.name).name)
-    base = cache_dir or user_cache_path("attncache")
     version = f"v{FORMAT_VERSION}.{MAPS_VERSION}.{_CALIBRATION_VERSION}"
-    return base / "databases" / f"{name}-{checkpoint.use_fingerprint()[:12]}-{version}"
+    return databases_folder(cache_dir) / f"{name}-{checkpoint.use_fingerprint()[:12]}-{version}"
 
 
 def build_default_database(

@@ -6,7 +6,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -84,19 +84,19 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666) -> None:
     """Write a file atomically: readers, and restarts after a power failure, see it whole or not at all.
 
     An existing file is replaced. If several processes write at the same time, the last content stays.
-    mode: permissions of the file, before the umask is applied.
-    Raises OSError.
+    content: or its parts, in order; what they raise leaves the file as it was. mode: permissions of the file,
+    before the umask is applied. Raises OSError.
     """
     # Only a rename within a folder is atomic, so the temporary file is in the same folder. Its random name
     # keeps several writers apart.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
+            file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             # Without fsync, the renamed file may be empty after a power failure.
             os.fsync(file.fileno())

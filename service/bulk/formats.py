@@ -6,6 +6,7 @@ classes      .jsonl and .parquet: "label", "score" and "scores" of all labels   
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,13 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def as_parquet(numbers: np.ndarray, labels: Sequence[str]) -> bytes:
+    """Return a Parquet file of numbers, float32 [rows, width]. labels: of the columns, if they have any."""
+    file = io.BytesIO()
+    _WRITERS[".parquet", bool(labels)](file, numbers, labels)
+    return file.getvalue()
 
 
 def pyarrow_parquet() -> Any:

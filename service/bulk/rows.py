@@ -51,7 +51,7 @@ def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterat
         if isinstance(file, io.TextIOWrapper):
             yield _LineRows(file, path, column, known)
         else:
-            yield _ParquetRows(file, path, column)
+            yield ParquetRows(file, path, column)
 
 
 class _LineRows:
@@ -75,11 +75,18 @@ class _LineRows:
         return min(1.0, self._binary.tell() / self._bytes)
 
 
-class _ParquetRows:
-    """The rows of one column of a Parquet file."""
+class ParquetRows:
+    """The rows of one column of a Parquet file, or of one of its row groups."""
 
-    def __init__(self, file: Any, path: Path, column: str) -> None:
+    def __init__(
+        self, file: Any, path: Path | str, column: str, group: int | None = None, first: int = 0
+    ) -> None:
+        """path: for errors. group: the number of a row group; None: all. first: the rows before are skipped.
+
+        Raises InvalidInput if it is no Parquet file, or has no such column.
+        """
         self._path, self._column, self._read = path, column, 0
+        self._groups, self._first = None if group is None else [group], first
         parquet = pyarrow_parquet()
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
@@ -92,8 +99,10 @@ class _ParquetRows:
             raise InvalidInput(f"{path} has no column {column!r}; it has {has}", field="column")
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        for batch in self._file.iter_batches(_ROWS_AT_ONCE, columns=[self._column]):
-            for value in batch.column(0).to_pylist():
+        for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=self._groups, columns=[self._column]):
+            skipped = min(len(batch), max(0, self._first - self._read))
+            self._read += skipped
+            for value in batch.column(0).slice(skipped).to_pylist():
                 self._read += 1
                 if not isinstance(value, str):
                     raise InvalidInput(
@@ -103,10 +112,19 @@ class _ParquetRows:
                 yield self._read, _checked(value, self.place(self._read))
 
     def place(self, number: int) -> str:
-        return f"{self._path}, row {number}"
+        """Return where a row is, for errors."""
+        of_group = f" of row group {self._groups[0]}" if self._groups else ""
+        return f"{self._path}, row {number}{of_group}"
+
+    @property
+    def group_rows(self) -> Iterator[int]:
+        """The number of rows of each row group."""
+        metadata = self._file.metadata
+        return (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
 
     @property
     def share(self) -> float:
+        """The share of the file that was read, from 0 to 1."""
         return self._read / max(1, self._file.metadata.num_rows)
 
 

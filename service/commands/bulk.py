@@ -1,21 +1,31 @@
-"""`attncache embed` and `attncache classify`: files of texts, without a server."""
+"""`attncache embed` and `attncache classify`: files of texts, without a server.
+
+--input is one file, and its output one file. Inputs without an option are Parquet files in shards, and their
+output is a folder.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from attncache_core import Checkpoint, LinearClassifier, PrefillEngine
+from attncache_core import Checkpoint, InvalidInput, LinearClassifier, PrefillEngine
 from attncache_core.runtime.devices import Device, Dtype
+from service.bulk.cluster import ray_workers
 from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
 from service.bulk.run import Files, Stopped, run
+from service.bulk.sharded import OneWorker, Part, Workers, run_shards
+from service.bulk.shards import ShardWorker, Work
 from service.commands.options import (
     Command,
     device_option,
@@ -26,10 +36,12 @@ from service.commands.options import (
     template_option,
     whole_model_options,
 )
-from service.commands.progress import shown_share
+from service.commands.progress import shown_shards, shown_share
+from service.objects import is_url, without_secrets
 from service.settings import Settings
 
 _INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
+_SOME_FAILED = 3
 
 
 def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
@@ -41,13 +53,41 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def with_files(
-            source: Path, output: Path, column: str, file_format: str | None, **values: Any
+            inputs: tuple[str, ...],
+            source: Path | None,
+            output: str,
+            column: str,
+            file_format: str | None,
+            shard: Part | None,
+            ray: str | None,
+            **values: Any,
         ) -> None:
-            check_output(output, formats)
-            command(files=Files(source, column, file_format, output), **values)
+            if bool(inputs) == bool(source):
+                raise InvalidInput("give --input FILE, or INPUTS, and not both", field="input")
+            if source is None:
+                if file_format not in (None, "parquet"):
+                    raise InvalidInput("format: INPUTS are Parquet files", field="format")
+                command(files=Shards(inputs, column, output, shard or Part(), ray), **values)
+                return
+            if shard or ray:
+                raise InvalidInput("--shard and --ray are for INPUTS without --input", field="shard")
+            check_output(Path(output), formats)
+            command(files=Files(source, column, file_format, Path(output)), **values)
 
         described: Command = with_files
         for option in (
+            click.option(
+                "--ray",
+                metavar="ADDRESS",
+                help="Compute the shards of INPUTS on a Ray cluster: its address, auto for the one of this "
+                "machine, or local to start one. Default: in this process.",
+            ),
+            click.option(
+                "--shard",
+                metavar="NUMBER/COUNT",
+                callback=lambda _context, _option, value: value and _part(value),
+                help="Compute only this part of the shards of INPUTS, such as 3/100. Default: all.",
+            ),
             device_option,
             max_tokens_option,
             click.option(
@@ -66,22 +106,40 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
             click.option("--column", default="text", show_default=True, help="Column with the texts."),
             click.option(
                 "--output",
-                type=click.Path(path_type=Path, dir_okay=False),
                 required=True,
-                help=f"File to write, ending in {' or '.join(f'.{name}' for name in formats)}.",
+                help=f"File to write, ending in {' or '.join(f'.{name}' for name in formats)}; of INPUTS, a "
+                "folder or its URL.",
             ),
             click.option(
                 "--input",
                 "source",
                 type=click.Path(path_type=Path),
-                required=True,
                 help="Texts: a .txt (one per line), .tsv, .csv, .jsonl or .parquet file.",
             ),
+            click.argument("inputs", nargs=-1),
         ):
             described = option(described)
         return described
 
     return add
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Inputs in shards, and where their outputs go."""
+
+    inputs: tuple[str, ...]
+    column: str
+    output: str
+    part: Part
+    ray: str | None
+
+
+def _part(value: str) -> Part:
+    number, _, count = value.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise InvalidInput(f"shard: {value} must be a number and a count, such as 3/100", field="shard")
+    return Part(int(number), int(count))
 
 
 @click.command("embed")
@@ -102,7 +160,7 @@ def embed(
     threads: int | None,
     device: Device,
     max_tokens: int | None,
-    files: Files,
+    files: Files | Shards,
     batch_tokens: int,
     prompt_name: str | None,
     dimensions: int | None,
@@ -111,14 +169,34 @@ def embed(
 
     A run that was stopped or killed continues when the same command is given again. Nothing is reused, so the
     embeddings are exact. Texts that are too long are cut.
+
+    INPUTS are Parquet files, or folders of them, as paths or URLs; a name may hold *. They are computed in
+    shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a
+    shard failed.
     """
+    load = partial(_embedder, checkpoint, dtype, device, max_tokens, prompt_name, dimensions)
+    options = {"--prompt-name": prompt_name, "--dimensions": dimensions}
+    if isinstance(files, Shards):
+        _run_shards(load, threads, files, batch_tokens, "embedding texts", options)
+        return
+    engine, task = load(threads)
+    rows = _run(engine, task, files, batch_tokens, "embedding texts", options)
+    click.echo(f"{files.output}: {rows:,} embeddings of {task.width} dimensions")
+
+
+def _embedder(
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    device: Device,
+    max_tokens: int | None,
+    prompt_name: str | None,
+    dimensions: int | None,
+    threads: int | None,
+) -> tuple[PrefillEngine, Task]:
     engine = PrefillEngine.load(
         checkpoint, dtype=dtype, threads=threads, device=device, max_tokens=max_tokens
     )
-    task = embedding(engine, prompt_name, dimensions)
-    options = {"--prompt-name": prompt_name, "--dimensions": dimensions}
-    rows = _run(engine, task, files, batch_tokens, "embedding texts", options)
-    click.echo(f"{files.output}: {rows:,} embeddings of {task.width} dimensions")
+    return engine, embedding(engine, prompt_name, dimensions)
 
 
 @click.command("classify")
@@ -135,7 +213,7 @@ def classify(
     threads: int | None,
     device: Device,
     max_tokens: int | None,
-    files: Files,
+    files: Files | Shards,
     batch_tokens: int,
     classifier: Path | None,
 ) -> None:
@@ -144,16 +222,16 @@ def classify(
     The labels are those of the model, of --classifier or of --labels. Row i of the output belongs to text i
     of the input. A run that was stopped or killed continues when the same command is given again. Nothing is
     reused, so the scores are exact. Texts that are too long are cut.
+
+    INPUTS are Parquet files, or folders of them, as paths or URLs; a name may hold *. They are computed in
+    shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a
+    shard failed.
     """
-    engine = PrefillEngine.load(
-        checkpoint,
-        dtype=dtype,
-        threads=threads,
-        device=device,
-        max_tokens=max_tokens,
-        classifier=LinearClassifier.load(classifier) if classifier else None,
-    )
-    task = classes(engine)
+    load = partial(_classifier, checkpoint, dtype, device, max_tokens, classifier and classifier.absolute())
+    if isinstance(files, Shards):
+        _run_shards(load, threads, files, batch_tokens, "classifying texts", {})
+        return
+    engine, task = load(threads)
     rows = _run(engine, task, files, batch_tokens, "classifying texts", {})
     click.echo(f"{files.output}: {rows:,} texts, {task.width} labels")
 
@@ -168,3 +246,56 @@ def _run(
     except Stopped as stopped:
         click.echo(f"attncache: {stopped}", err=True)
         sys.exit(_INTERRUPTED)
+
+
+def _classifier(
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    device: Device,
+    max_tokens: int | None,
+    classifier: Path | None,
+    threads: int | None,
+) -> tuple[PrefillEngine, Task]:
+    engine = PrefillEngine.load(
+        checkpoint,
+        dtype=dtype,
+        threads=threads,
+        device=device,
+        max_tokens=max_tokens,
+        classifier=LinearClassifier.load(classifier) if classifier else None,
+    )
+    return engine, classes(engine)
+
+
+def _run_shards(
+    load: Callable[[int | None], tuple[PrefillEngine, Task]],
+    threads: int | None,
+    files: Shards,
+    batch_tokens: int,
+    stage: str,
+    options: dict[str, Any],
+) -> None:
+    """Compute shards in this process or on a Ray cluster. Ends the process if any failed, or by Ctrl+C."""
+    output = files.output if is_url(files.output) else Path(files.output).absolute().as_uri()
+    work = Work(load, files.column, batch_tokens, output, {"command": stage, **options})
+    try:
+        with ExitStack() as stack:
+            workers: Workers = (
+                stack.enter_context(ray_workers(files.ray, work, threads))
+                if files.ray
+                else OneWorker(ShardWorker(work, threads))
+            )
+            with shown_shards(stage) as report:
+                counts = run_shards(workers, files.inputs, files.column, output, files.part, report)
+    except KeyboardInterrupt:
+        click.echo("attncache: stopped; run the same command again to continue", err=True)
+        sys.exit(_INTERRUPTED)
+    shown = without_secrets(output)
+    end = "manifest.json is written" if counts.is_complete else "not complete yet"
+    click.echo(
+        f"{shown}: {counts.computed:,} shards computed ({counts.rows:,} rows), "
+        f"{counts.done_before:,} were there, {counts.failed:,} failed; {end}"
+    )
+    if counts.failed:
+        click.echo(f"attncache: {shown}/{files.part.failed_name} says what failed", err=True)
+        sys.exit(_SOME_FAILED)

@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from attncache_core import Progress as Report
+from service.bulk.sharded import Counts
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -52,6 +53,20 @@ def shown_share(stage: str) -> Iterator[Callable[[int, float], None]]:
     with Progress(TextColumn(stage), *columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(stage, total=1.0, rows=0)
         yield lambda rows, share: bars.update(task, completed=share, rows=rows)
+
+
+@contextmanager
+def shown_shards(stage: str) -> Iterator[Callable[[Counts], None]]:
+    """Yield a callable that prints on stderr, every few seconds, how many shards are done."""
+    last_line = float("-inf")
+
+    def show(counts: Counts) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+            print(f"{stage}: {counts.computed} shards, {counts.rows} rows", file=sys.stderr, flush=True)
+            last_line = time.monotonic()
+
+    yield show
 
 
 def _share_lines(stage: str) -> Callable[[int, float], None]:

@@ -15,6 +15,7 @@ from service.commands.settings_options import SettingsCommand, given_options
 from service.errors import InvalidSettings
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engines
+from service.loading.remote import with_remote_database
 from service.loading.renewals import with_renewals
 from service.loading.summary import slowness, summary
 from service.observability.logs import configure_logging
@@ -43,8 +44,11 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
     urls = [listener.url for listener in listeners]
 
     def load(share: Settings, worker: int) -> Iterator[Loaded]:
-        engines = load_engines(share, checkpoint, builds=worker == 0)
-        engines = with_renewals(engines, share, checkpoint, renews=worker == 0)
+        def of_folder(local: Settings) -> Iterator[Loaded]:
+            engines = load_engines(local, checkpoint, builds=worker == 0)
+            return with_renewals(engines, local, checkpoint, renews=worker == 0)
+
+        engines = with_remote_database(share, checkpoint, of_folder, leads=worker == 0)
         return _summarised(engines, share, urls) if worker == 0 else engines
 
     failure = serve_with_workers(settings, load, listeners)

@@ -254,7 +254,7 @@ def _default_folder(settings: Settings, checkpoint: Checkpoint) -> Path:
 
 
 def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:
-    if settings.reuse and settings.maps and settings.database is not None:
+    if settings.reuse and settings.maps and isinstance(settings.database, Path):
         return AttentionDatabase.open(settings.database, threshold=settings.threshold)
     if not _takes_default(settings, checkpoint) or not _default_folder(settings, checkpoint).exists():
         return None

@@ -125,7 +125,9 @@ def _renew(settings: Settings) -> None:
             max_tokens=settings.max_tokens,
         )
 
-    folder = settings.database or default_database_folder(checkpoint, settings.cache_dir)
+    folder = settings.database
+    if not isinstance(folder, Path):
+        folder = default_database_folder(checkpoint, settings.cache_dir)
     print(RENEWAL.dump_json(renew_database(load, folder, min_gain=settings.min_gain)).decode())
 
 

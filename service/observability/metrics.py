@@ -173,6 +173,10 @@ class Metrics:
             "database_lost_segments",
             "Lengths that lost their records because the file was cut short or unreadable",
         )
+        self._fetch_failures = self._counter(
+            "database_fetch_failures",
+            "Looks at the database in an object store that failed; the present database serves on",
+        )
         self._verify_cosine = self._histogram(
             "verify_cosine", "Cosine of a verified hit's output to the full model's output", _COSINES
         )
@@ -264,6 +268,10 @@ class Metrics:
     def observe_changed_records(self, count: int) -> None:
         """Count records that changed after they were checked."""
         self._corrupt.inc(count)
+
+    def database_fetch_failed(self) -> None:
+        """Count a look at the database in an object store that failed."""
+        self._fetch_failures.inc()
 
     def observe_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Count the outcomes of sequences of clients' texts."""

@@ -39,7 +39,7 @@ REMOVED_FIELDS = {
     "session_keep_ratio": "a conversation fills half of the window after it was cut",
     "max_queue_tokens": "at most 1,048,576 tokens wait; set --max-queue-seconds or --max-inflight-bytes",
 }
-_SECRETS = frozenset({"api_key", "shared"})
+_SECRETS = frozenset({"api_key", "database", "shared"})
 _MIN_SIMILARITY = 0.6  # of two names, from 0 to 1
 # pydantic's error type -> what is accepted.
 _SENTENCES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 
 from service.settings.names import Group, refused
 
@@ -27,10 +27,11 @@ class Reuse(Group):
         description="Reuse attention maps, from --database or the default database. A causal model has no "
         "default database.",
     )
-    database: Path | None = Field(
+    database: Path | SecretStr | None = Field(
         None,
-        description="Folder of the attention database. Default: the default database of the model, which "
-        "the first start builds.",
+        description="Folder of the attention database, or the URL (s3, gs, az, http, https, file) to which "
+        "`attncache push` has sent it. Default: the default database of the model, which the first start "
+        "builds.",
     )
     threshold: float | None = Field(
         None,
@@ -52,7 +53,9 @@ class Reuse(Group):
         description="Compute this share of the hits again in full, after the response was sent.",
     )
     cache_dir: Path | None = Field(
-        None, description="Folder of default databases. Default: a folder in the user's cache folder."
+        None,
+        description="Folder of default databases, and of databases that were downloaded. Default: a folder "
+        "in the user's cache folder.",
     )
     sample: bool = Field(
         False,
@@ -79,6 +82,14 @@ class Reuse(Group):
         description="Renew the database from the sample every so many hours, in a process of lowest "
         "priority. 24 is usual. Default: only `attncache renew` renews it.",
     )
+
+    @field_validator("database", mode="before")
+    @classmethod
+    def _is_url_or_folder(cls, database: object) -> object:
+        # A URL may hold secrets, which neither a log nor an error may show.
+        if isinstance(database, str):
+            return SecretStr(database) if "://" in database else Path(database)
+        return database
 
 
 class KeyValues(Group):

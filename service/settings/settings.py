@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pydantic import model_validator
+from pydantic import SecretStr, model_validator
 
 from service.settings.cluster import Cluster
 from service.settings.connections import Connections, Observability, Supervision
@@ -87,6 +87,11 @@ class Settings(
             self._refuse(_OF_SAMPLE, "without --sample; give both or none")
         if self.blend is None:
             self._refuse(("divide_texts", "segment_tokens"), "without --blend; give both or none")
+        if self.sample and isinstance(self.database, SecretStr):
+            raise refused(
+                "--sample needs a --database that is a folder; sample on a server with a folder, renew the "
+                "folder, and push it to the URL"
+            )
         if self.divide_texts and not self.segment_separator:
             raise refused("--divide-texts needs a --segment-separator; give one that is not empty")
         if self.blend is not None and self.database is not None:

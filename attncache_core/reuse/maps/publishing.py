@@ -62,13 +62,15 @@ _PLAIN_DATABASE = (
 
 
 @contextmanager
-def renewing(root: Path) -> Iterator[Renewal | None]:
+def renewing(root: Path, *, begins: bool = False) -> Iterator[Renewal | None]:
     """Be the only process that renews or rolls back the database while the `with` block runs.
 
-    Finishes the decision that a killed process left, and yields it; None: there was none. Raises
-    DatabaseRefused if there is no database, BuildFailed if another process renews, and OSError.
+    Finishes the decision that a killed process left, and yields it; None: there was none. begins: the folder
+    may hold no database yet. Raises DatabaseRefused if there is no database, BuildFailed if another process
+    renews, and OSError.
     """
-    require_database(root)
+    if not begins:
+        require_database(root)
     try:
         with locked_at_once(root / ".renewal.lock"):
             yield settle(root)

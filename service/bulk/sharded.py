@@ -1,0 +1,194 @@
+"""One run over shards: it begins or continues an output, hands out what is missing, and closes the output.
+
+OUTPUT/options.json           what decides the numbers; another run on this output must have the same
+OUTPUT/<digest>.parquet       the numbers of one shard
+OUTPUT/failed.jsonl           the shards that failed three times, and why; `failed-3-of-100.jsonl` of a part
+OUTPUT/manifest.json          written last: the options, and for each shard its input and its output
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+import orjson
+
+from attncache_core import InvalidInput
+from service.bulk.shards import (
+    Failure,
+    Shard,
+    ShardWorker,
+    as_line,
+    digest_of,
+    options_digest,
+    outputs_in,
+    plan,
+)
+from service.objects import Changed, ObjectFolder
+
+TRIES = 3
+OPTIONS, MANIFEST = "options.json", "manifest.json"
+Due = tuple[Shard, str]  # a shard, and the name of its output
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which shards a run computes: those of number `number` of `of` parts of about the same size."""
+
+    number: int = 1  # from 1
+    of: int = 1
+
+    def holds(self, digest: bytes) -> bool:
+        """Return whether a shard is of this part. digest: of the name of its output."""
+        return int.from_bytes(digest[:8]) % self.of == self.number - 1
+
+    @property
+    def failed_name(self) -> str:
+        """The name of the file of failures."""
+        return "failed.jsonl" if self.of == 1 else f"failed-{self.number}-of-{self.of}.jsonl"
+
+
+class Workers(Protocol):
+    """What computes shards."""
+
+    def options(self) -> Mapping[str, Any]:
+        """Return what decides the numbers."""
+
+    def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
+        """Yield each shard, in any order, with None or why it failed."""
+
+
+class OneWorker:
+    """Computes shards in this process."""
+
+    def __init__(self, worker: ShardWorker) -> None:
+        self._worker = worker
+
+    def options(self) -> Mapping[str, Any]:
+        """Return what decides the numbers."""
+        return self._worker.options()
+
+    def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
+        """Yield each shard with None or why it failed."""
+        for shard, output in due:
+            reason: str | None = ""
+            for _ in range(TRIES):
+                if (reason := self._worker.attempt(shard, output)) is None:
+                    break
+            yield (shard, output), reason
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run came to."""
+
+    computed: int = 0  # shards
+    rows: int = 0  # of these shards
+    done_before: int = 0  # shards of this part
+    failed: int = 0
+    is_complete: bool = False  # the manifest is written
+
+
+def run_shards(
+    workers: Workers,
+    inputs: Iterable[str],
+    column: str,
+    output: str,
+    part: Part,
+    report: Callable[[Counts], None],
+) -> Counts:
+    """Compute the shards that the output does not have, and write what failed, and the manifest.
+
+    report: called after each shard. Raises InvalidInput if the output was begun with other options, if there
+    is no input and no row in it, and OSError if the output cannot be written.
+    """
+    folder = ObjectFolder(output, "output", writes=True)
+    options = dict(workers.options())
+    _begin(folder, options)
+    counts = Counts()
+    failures: list[Failure] = []
+    with tempfile.TemporaryFile() as planned:
+        due = _due(plan(inputs, column), folder, options, part, planned, counts, failures)
+        for (shard, _), reason in workers.computed(due):
+            if reason is None:
+                counts.computed += 1
+                counts.rows += shard.rows
+            else:
+                told = shard.told
+                failures.append(Failure(told["input"], reason, shard.group, shard.first))
+            report(counts)
+        counts.failed = len(failures)
+        if failures:
+            folder.put(part.failed_name, b"".join(map(as_line, failures)))
+        else:
+            folder.remove(part.failed_name)
+            counts.is_complete = _close(folder, options, planned)
+    return counts
+
+
+def _begin(folder: ObjectFolder, options: Mapping[str, Any]) -> None:
+    """Write the options, or raise InvalidInput if the output was begun with other ones."""
+    content = orjson.dumps(options, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
+    try:
+        folder.put_if(OPTIONS, content, None)
+    except Changed:
+        then = orjson.loads(folder.read(OPTIONS)[0])
+        for name in sorted({*options, *then}):
+            if options.get(name) != then.get(name):
+                raise InvalidInput(
+                    f"{folder.url} was begun with {name} {then.get(name)}, not {options.get(name)}; use the "
+                    "same options, or another output",
+                    field="output",
+                ) from None
+
+
+def _due(
+    plan: Iterable[Shard | Failure],
+    folder: ObjectFolder,
+    options: Mapping[str, Any],
+    part: Part,
+    planned: IO[bytes],
+    counts: Counts,
+    failures: list[Failure],
+) -> Iterator[Due]:
+    """Yield the shards of a part that are not done. Notes all shards in `planned`, for the manifest."""
+    done, digest = outputs_in(folder), options_digest(options)
+    is_empty = True
+    for shard in plan:
+        is_empty = False
+        if isinstance(shard, Failure):
+            failures.append(shard)
+            continue
+        output = shard.output(digest)
+        planned.write(as_line(shard, output=output))
+        name = digest_of(output)
+        if not part.holds(name):
+            continue
+        if name in done:
+            counts.done_before += 1
+        else:
+            yield shard, output
+    if is_empty:
+        raise InvalidInput("no row in the files of the input", field="input")
+
+
+def _close(folder: ObjectFolder, options: Mapping[str, Any], planned: IO[bytes]) -> bool:
+    """Write the manifest if every shard is done. Returns whether it is written."""
+    done = outputs_in(folder)
+    planned.seek(0)
+    if not all(digest_of(orjson.loads(line)["output"]) in done for line in planned):
+        return False  # other parts are not done
+    planned.seek(0)
+    folder.put(MANIFEST, _manifest(options, planned))
+    return True
+
+
+def _manifest(options: Mapping[str, Any], planned: IO[bytes]) -> Iterator[bytes]:
+    yield b'{"options": %s,\n"shards": [\n' % orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+    separator = b""
+    for line in planned:
+        yield separator + line.rstrip(b"\n")
+        separator = b",\n"
+    yield b"\n]}\n"

@@ -1,0 +1,261 @@
+"""Shards of Parquet files: what is computed at once, and becomes one file of the output.
+
+    inputs (URLs, folders)  ->  files, with their ETags  ->  shards: some rows of one row group
+    shard  ->  the texts  ->  Computing  ->  OUTPUT/<digest of the shard and of the options>.parquet
+
+The name of an output says what it was made from, so what exists is done, whoever has made it. Shards are
+planned one by one, so their number has no limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from attncache_core import AttnCacheError, InvalidInput, NotFinite, PrefillEngine
+from service.bulk.chunks import ChunkReader
+from service.bulk.computing import BadText, Computing, Task
+from service.bulk.formats import as_parquet, check_labels
+from service.bulk.rows import ParquetRows
+from service.errors import stack_without_values
+from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
+
+SHARD_ROWS = 100_000
+_FOOTERS_AT_ONCE = 16  # that are read ahead
+_OUTPUT_NAME = re.compile(r"([0-9a-f]{32})\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows of one row group of a Parquet file."""
+
+    folder: str  # URL, with its secrets
+    name: str  # of the file in the folder
+    size: int  # of the file, in bytes
+    etag: str
+    group: int
+    first: int  # row within the row group
+    rows: int
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the manifest says about the shard."""
+        file = joined(without_secrets(self.folder), self.name)
+        return {"input": file, "row_group": self.group, "first_row": self.first, "rows": self.rows}
+
+    def output(self, options: bytes) -> str:
+        """Return the name of the shard's output. options: the digest of the model and the options."""
+        digest = hashlib.blake2b(options, digest_size=16)
+        digest.update(orjson.dumps([self.told, self.etag]))
+        return f"{digest.hexdigest()}.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A shard, or a whole file, that was not computed."""
+
+    input: str
+    reason: str
+    row_group: int | None = None
+    first_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What computes shards: made in each process from the options of the command."""
+
+    load: Callable[[int | None], tuple[PrefillEngine, Task]]  # takes the number of threads
+    column: str
+    batch_tokens: int
+    output: str  # URL of the folder
+    begun_with: Mapping[str, Any]  # options that decide the numbers
+
+
+class ShardWorker:
+    """Owns an engine that computes shards."""
+
+    def __init__(self, work: Work, threads: int | None = None) -> None:
+        """threads: None: as many as the processor quota allows. Raises what loading the engine raises."""
+        self._work = work
+        self._engine, self._task = work.load(threads)
+        check_labels(Path("shard.parquet"), self._task.labels)
+        self._output = ObjectFolder(work.output, "output", writes=True)
+
+    def options(self) -> dict[str, Any]:
+        """Return what decides the numbers, beside the input."""
+        return {
+            **self._work.begun_with,
+            "--column": self._work.column,
+            "--batch-tokens": self._work.batch_tokens,
+            "model fingerprint": self._engine.fingerprint,
+            "dtype": str(self._engine.dtype).removeprefix("torch."),
+            "device": str(self._engine.model.device),
+            "labels": list(self._task.labels),
+            "dimensions": self._task.width,
+        }
+
+    def attempt(self, shard: Shard, output: str) -> str | None:
+        """Compute a shard and write its output, or return why this is not possible."""
+        try:
+            self._compute(shard, output)
+        except (AttnCacheError, OSError) as error:
+            return reason_of(error)
+        except Exception as error:
+            return stack_without_values(error)
+        return None
+
+    def _compute(self, shard: Shard, output: str) -> None:
+        folder = ObjectFolder(shard.folder, "input")
+        about = StoredObject(shard.name, shard.size, shard.etag)
+        with folder.open(shard.name, about) as file:
+            where = folder.url_of(shard.name)
+            part = _Part(ParquetRows(file, where, self._work.column, shard.group, shard.first), shard)
+            numbers = np.empty((shard.rows, self._task.width), np.float32)
+            done = 0
+            with Computing(self._engine, self._task, self._work.batch_tokens) as computing:
+                try:
+                    for _, computed in computing.computed(ChunkReader(part).chunks()):
+                        numbers[done : done + len(computed)] = computed
+                        done += len(computed)
+                except BadText as bad:
+                    raise NotFinite(
+                        f"{part.place(bad.number)}: the model computes NaN or infinity for this text",
+                        field="input",
+                    ) from bad
+        self._output.put(output, as_parquet(numbers, self._task.labels))
+
+
+class _Part:
+    """The rows of a shard."""
+
+    def __init__(self, rows: ParquetRows, shard: Shard) -> None:
+        self._rows, self._shard = rows, shard
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return islice(iter(self._rows), self._shard.rows)
+
+    def place(self, number: int) -> str:
+        return self._rows.place(number)
+
+    @property
+    def share(self) -> float:
+        return 0.0
+
+
+def plan(inputs: Iterable[str], column: str) -> Iterator[Shard | Failure]:
+    """Yield the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
+
+    inputs: URLs or paths of files and folders; a name may hold *. Raises InvalidInput if there is no file, or
+    if the first file that can be read has no such column, and OSError if a folder cannot be listed.
+    """
+    planned = False
+    for file, groups in _read_ahead(_files(inputs), column):
+        folder, stored = file
+        try:
+            counts = groups.result()
+        except (AttnCacheError, OSError) as error:
+            if not planned and isinstance(error, InvalidInput) and error.field == "column":
+                raise
+            yield Failure(joined(without_secrets(folder), stored.name), reason_of(error))
+            continue
+        planned = True
+        for group, rows in enumerate(counts):
+            for first in range(0, rows, SHARD_ROWS):
+                count = min(SHARD_ROWS, rows - first)
+                yield Shard(folder, stored.name, stored.bytes, stored.etag, group, first, count)
+
+
+def outputs_in(folder: ObjectFolder) -> set[bytes]:
+    """Return the outputs that exist, as digests. Raises OSError."""
+    found = (_OUTPUT_NAME.fullmatch(stored.name) for stored in folder.list())
+    return {bytes.fromhex(name[1]) for name in found if name}
+
+
+def digest_of(output: str) -> bytes:
+    """Return the digest in the name of an output."""
+    return bytes.fromhex(output.partition(".")[0])
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of an expected error."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+_File = tuple[str, StoredObject]  # the URL of the folder, and the object below it
+
+
+def _files(inputs: Iterable[str]) -> Iterator[_File]:
+    """Yield the files of all inputs."""
+    for given in inputs:
+        found = False
+        for file in _files_of(given):
+            found = True
+            yield file
+        if not found:
+            shown = without_secrets(given) if is_url(given) else given
+            raise InvalidInput(f"there is no .parquet file in {shown}", field="input")
+
+
+def _files_of(given: str) -> Iterator[_File]:
+    path, _, query = given.partition("?") if is_url(given) else (given, "", "")
+    if "*" in path or path.endswith(".parquet"):
+        base = path.partition("*")[0].rpartition("/")[0] or "."
+        pattern = path.removeprefix(f"{base}/")
+    else:
+        base, pattern = path.rstrip("/"), "*.parquet"
+    folder = ObjectFolder(f"{base}?{query}" if query else base, "input")
+    # A local folder is absolute, because other processes may run elsewhere.
+    url = folder.url if folder.is_local else f"{base}?{query}"
+    if "*" not in pattern:
+        yield url, folder.about(pattern)
+        return
+    listed: Iterable[StoredObject] = folder.list()
+    if folder.is_local:
+        # Object stores list by name, and folders in any order.
+        listed = sorted(listed, key=lambda stored: stored.name)
+    for stored in listed:
+        if fnmatchcase(stored.name, pattern):
+            yield url, stored
+
+
+def _read_ahead(files: Iterable[_File], column: str) -> Iterator[tuple[_File, Future[Sequence[int]]]]:
+    """Yield each file with the numbers of rows of its row groups, which are read ahead."""
+    waiting: deque[tuple[_File, Future[Sequence[int]]]] = deque()
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="footers") as pool:
+        try:
+            for file in files:
+                waiting.append((file, pool.submit(_group_rows, *file, column)))
+                if len(waiting) > _FOOTERS_AT_ONCE:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _group_rows(folder: str, stored: StoredObject, column: str) -> Sequence[int]:
+    opened = ObjectFolder(folder, "input")
+    with opened.open(stored.name, stored) as file:
+        return list(ParquetRows(file, opened.url_of(stored.name), column).group_rows)
+
+
+def options_digest(options: Mapping[str, Any]) -> bytes:
+    """Return the digest of what decides the numbers."""
+    return hashlib.blake2b(orjson.dumps(options, option=orjson.OPT_SORT_KEYS), digest_size=32).digest()
+
+
+def as_line(value: Shard | Failure, **more: Any) -> bytes:
+    """Return a line of the manifest, or of the file of failures."""
+    shown = value.told if isinstance(value, Shard) else asdict(value)
+    return orjson.dumps({**shown, **more}, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,385 @@
+"""A database in an object store: push it, and let a folder of the cache follow it.
+
+    URL/database.json     the pointer: id of the database, and size and SHA-256 of each of its files
+    URL/<id>/<SHA-256>    the content of a file
+
+An object is named by its content, so it never changes, and what is there need not be sent again. The pointer
+is written last, and only if nobody has written it meanwhile. A server downloads what the pointer names into
+the workspace of a folder of the cache, and publishes it there as the next generation, as a renewal does. So
+workers and other servers of the machine find it as they find a renewed database.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, SecretStr, TypeAdapter, ValidationError
+
+from attncache_core import (
+    AttentionDatabase,
+    AttnCacheError,
+    BuildFailed,
+    Checkpoint,
+    CorruptDatabase,
+    DatabaseRefused,
+    InvalidInput,
+    Progress,
+)
+from attncache_core.build.default import databases_folder
+from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
+from attncache_core.reuse.maps.integrity import damaged_records, file_digest
+from attncache_core.reuse.maps.publishing import (
+    building_folder,
+    clear_workspace,
+    decide,
+    inputs_path,
+    now,
+    renewing,
+    workspace,
+)
+from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
+from service.errors import stack_without_values
+from service.objects import RANGE_BYTES, Changed, ObjectFolder, StoredObject, without_secrets
+from service.settings import Settings
+from service.state import FetchFailed, Loaded, Pause
+
+logger = logging.getLogger(__name__)
+
+POINTER = "database.json"
+SECONDS_BETWEEN_LOOKS = 30.0
+# A server that waits for another process, which downloads the database.
+_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 3600.0
+_DOWNLOADS = 4  # at once
+_SHOWN_STEP = 0.1
+# What belongs to a machine: the gain that was measured on it.
+_OF_THE_MACHINE = "gain.json"
+_FILE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """What a file of a database must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The content of the pointer."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    id: str  # of the database
+    files: dict[str, PushedFile]  # path in the folder of the database -> content
+    format: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        # The pointer chooses paths on this machine.
+        digests = [file.sha256 for file in self.files.values()]
+        if not all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in digests):
+            raise ValueError("a digest is no SHA-256")
+        if not re.fullmatch(r"[0-9a-f]{32}", self.id) or not all(map(_FILE_NAME.fullmatch, self.files)):
+            raise ValueError("the id or the name of a file is not one of a database")
+        if not {"manifest.json", "key"} <= set(self.files):
+            raise ValueError("there is no manifest or no key")
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def object_name(self, file: PushedFile) -> str:
+        """Return the name of the object with the content of a file."""
+        return f"{self.id}/{file.sha256}"
+
+
+_POINTER = TypeAdapter(Pointer)
+
+
+def push(root: Path, url: str, progress: Progress) -> str:
+    """Send the database that serves in a folder to a store, and return in one line what was done.
+
+    Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
+    """
+    database = AttentionDatabase.open(root)
+    if fault := next(damaged_records(database.search.store), None):
+        raise CorruptDatabase(
+            f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"
+        )
+    store = ObjectFolder(url, "url", writes=True)
+    seen = _pointer_object(store)
+    pointer = Pointer(database.manifest.id, _files(database.folder, progress))
+    content = _POINTER.dump_json(pointer, indent=1)
+    if seen is not None and seen[0] == content:
+        return f"{store.url} holds this database already"
+    sent = _send(store, database.folder, pointer, progress)
+    try:
+        store.put_if(POINTER, content, seen[1] if seen else None)
+    except Changed as changed:
+        # The store may have got the pointer although its answer was lost.
+        if (found := _pointer_object(store)) is None or found[0] != content:
+            raise InvalidInput(
+                f"somebody else has pushed to {store.url} meanwhile, and their database serves; push again "
+                "if this one should serve instead",
+                field="url",
+            ) from changed
+    return f"{store.url}: {sent} of {len(pointer.files)} files sent, {pointer.bytes:,} bytes in all"
+
+
+def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
+    paths = sorted(
+        path
+        for pattern in ("*", "index/*", "maps/*", "decisions/*")
+        for path in folder.glob(pattern)
+        if path.is_file()
+        and _FILE_NAME.fullmatch(name := str(path.relative_to(folder)))
+        # Generation 0 shares its folder with these.
+        and name not in (_OF_THE_MACHINE, "current", "renewals.jsonl")
+    )
+    files = {}
+    for done, path in enumerate(paths, 1):
+        files[str(path.relative_to(folder))] = PushedFile(path.stat().st_size, file_digest(path))
+        progress("reading files", done, len(paths))
+    return files
+
+
+def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progress) -> int:
+    """Send the files that are not there. Returns their number."""
+    there = {stored.name: stored.bytes for stored in store.list(pointer.id)}
+    missing = [
+        name for name, file in pointer.files.items() if there.get(pointer.object_name(file)) != file.bytes
+    ]
+    for done, name in enumerate(missing, 1):
+        file = pointer.files[name]
+        store.put(pointer.object_name(file), _unchanged(folder / name, file))
+        progress("sending files", done, len(missing))
+    return len(missing)
+
+
+def _unchanged(path: Path, file: PushedFile) -> Iterator[bytes]:
+    """Yield the parts of a file. Raises OSError, before the object is complete, if it has changed."""
+    digest = hashlib.sha256()
+    with path.open("rb") as opened:
+        while part := opened.read(RANGE_BYTES):
+            digest.update(part)
+            yield part
+    if digest.hexdigest() != file.sha256:
+        raise OSError(errno.ESTALE, "the file was changed while it was sent; push again", str(path))
+
+
+def _pointer_object(store: ObjectFolder) -> tuple[bytes, StoredObject] | None:
+    try:
+        return store.read(POINTER)
+    except FileNotFoundError:
+        return None
+
+
+class RemoteDatabase:
+    """Owns the folder of the cache that follows a database in a store."""
+
+    def __init__(self, url: str, cache_dir: Path | None, checkpoint: Checkpoint) -> None:
+        """Raises InvalidInput if the URL cannot be used, and OSError."""
+        self._store, self._checkpoint = ObjectFolder(url, "database"), checkpoint
+        # Without secrets, so that a new password does not download the database again.
+        shown = without_secrets(url).rstrip("/")
+        name = re.sub(r"[^\w.-]+", "-", shown.rpartition("/")[2])
+        digest = hashlib.sha256(shown.encode()).hexdigest()[:12]
+        self.root = databases_folder(cache_dir) / f"{name}-{digest}"
+
+    @property
+    def url(self) -> str:
+        """The URL without secrets."""
+        return self._store.url
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a database was downloaded."""
+        return current_generation(self.root).number > 0
+
+    def fetch(self, *, waits: bool) -> Iterator[str]:
+        """Let the database that the pointer names serve in the folder, unless it does. Yields what is done.
+
+        waits: for another process that downloads; False: leave it to that process. Raises AttnCacheError, and
+        OSError. Both leave what serves.
+        """
+        pointer = self._pointer()
+        last = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while not self._serves(pointer):
+            try:
+                yield from self._downloaded(pointer)
+            except BuildFailed as held:
+                if not isinstance(held.__cause__, HeldByAnother) or time.monotonic() > last:
+                    raise
+                if not waits:
+                    return
+                yield f"another process downloads the database from {self.url}"
+                time.sleep(_WAIT_SECONDS)
+
+    def _pointer(self) -> Pointer:
+        content, about = self._store.read(POINTER)
+        try:
+            return _POINTER.validate_json(content)
+        except ValidationError as error:
+            raise CorruptDatabase(
+                f"{self._store.url_of(about.name)} is no pointer of attncache push", field="database"
+            ) from error
+
+    def _serves(self, pointer: Pointer) -> bool:
+        # A pointer that differs in findings only names the same database.
+        try:
+            digest = file_digest(current_generation(self.root).folder / "manifest.json")
+        except (OSError, CorruptDatabase):
+            return False
+        return digest == pointer.files["manifest.json"].sha256
+
+    def _downloaded(self, pointer: Pointer) -> Iterator[str]:
+        self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        with renewing(self.root, begins=True):
+            if self._serves(pointer):
+                return
+            inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
+            if not inputs_path(self.root).is_file() or inputs_path(self.root).read_bytes() != inputs:
+                clear_workspace(self.root)
+                workspace(self.root).mkdir(mode=PRIVATE)
+                write_whole(inputs_path(self.root), inputs)
+            target = building_folder(self.root)
+            try:
+                yield from self._download(pointer, target)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    clear_workspace(self.root)
+                raise
+            try:
+                opened = AttentionDatabase.open(target)
+                opened.require_fingerprint(self._checkpoint.fingerprint(), self._checkpoint.name)
+            except DatabaseRefused as error:
+                # The message names a folder of the cache, and what to do with it.
+                reason = str(error).partition(";")[0].replace(str(target), self.url)
+                raise DatabaseRefused(reason, field="database") from error
+            before, number = current_generation(self.root).number, int(target.name)
+            reason = f"downloaded from {self.url}"
+            decide(self.root, Renewal(now(), Result.PUBLISHED, before, number, reason))
+
+    def _download(self, pointer: Pointer, target: Path) -> Iterator[str]:
+        """Download what is missing, and check every file."""
+        for name in pointer.files:
+            (target / name).parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        missing = pointer.bytes - sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        free = shutil.disk_usage(target).free
+        if missing > free:
+            raise OSError(
+                errno.ENOSPC, f"the database needs {missing:,} bytes, and {free:,} are free", str(self.root)
+            )
+        yield f"downloading the database from {self.url}: {pointer.bytes:,} bytes"
+        done, shown = 0, 0.0
+        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="download") as pool:
+            running = {
+                pool.submit(self._file, pointer.object_name(file), file, target / name): file
+                for name, file in pointer.files.items()
+            }
+            try:
+                for finished in as_completed(running):
+                    finished.result()
+                    done += running[finished].bytes
+                    if done / pointer.bytes >= shown + _SHOWN_STEP:
+                        shown = done / pointer.bytes
+                        yield f"downloading the database from {self.url}: {shown:.0%}"
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _file(self, name: str, file: PushedFile, path: Path) -> None:
+        """Download the rest of a file, and check it. A file that is not right is removed."""
+        stored = self._store.about(name)
+        if stored.bytes != file.bytes:
+            raise CorruptDatabase(
+                f"{self._store.url_of(name)} has {stored.bytes:,} bytes instead of {file.bytes:,}; push the "
+                "database again",
+                field="database",
+            )
+        with open(path, "ab", opener=_private) as opened:
+            if opened.tell() > file.bytes:
+                opened.truncate(0)
+            while (start := opened.seek(0, 2)) < file.bytes:
+                opened.write(self._store.read_range(name, start, min(RANGE_BYTES, file.bytes - start)))
+        if file_digest(path) != file.sha256:
+            path.unlink()
+            raise CorruptDatabase(
+                f"{self._store.url_of(name)} holds other bytes than were pushed; push the database again",
+                field="database",
+            )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def with_remote_database(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    load: Callable[[Settings], Iterator[Loaded]],
+    *,
+    leads: bool,
+) -> Iterator[Loaded]:
+    """Yield what `load` loads with the local folder of a database by URL; without a URL, only what it loads.
+
+    leads: look at the pointer every 30 s; False: another worker does. Raises DatabaseRefused with the URL if
+    no database can be downloaded and none was downloaded before, and what `load` raises.
+    """
+    if not (settings.reuse and settings.maps and isinstance(settings.database, SecretStr)):
+        yield from load(settings)
+        return
+    remote = RemoteDatabase(settings.database.get_secret_value(), settings.cache_dir, checkpoint)
+    failures = _Failures(remote)
+    try:
+        yield from remote.fetch(waits=True)
+    except (AttnCacheError, OSError) as error:
+        if not remote.is_there:
+            raise DatabaseRefused(_told(error, remote), field="database") from error
+        yield failures.note(error)
+    next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+    for loaded in load(settings.model_copy(update={"database": remote.root})):
+        yield loaded
+        if not leads or not isinstance(loaded, Pause) or time.monotonic() < next_look:
+            continue
+        try:
+            yield from remote.fetch(waits=False)
+            failures.last = None
+        except Exception as error:
+            yield failures.note(error)
+        next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+
+
+class _Failures:
+    """Logs each failure once."""
+
+    def __init__(self, remote: RemoteDatabase) -> None:
+        self._remote = remote
+        self.last: str | None = None
+
+    def note(self, error: Exception) -> FetchFailed:
+        told = _told(error, self._remote)
+        if told != self.last:
+            logger.error("%s; the database that was downloaded last serves on", told)
+        self.last = told
+        return FetchFailed()
+
+
+def _told(error: Exception, remote: RemoteDatabase) -> str:
+    if isinstance(error, OSError):
+        return f"the database of {remote.url} cannot be used: {error.filename}: {error.strerror}"
+    if isinstance(error, AttnCacheError):
+        return f"the database of {remote.url} cannot be used: {error}"
+    return f"the database of {remote.url} cannot be used: {stack_without_values(error)}"

@@ -1,0 +1,319 @@
+"""Databases in object stores: pushed as a whole or not at all, downloaded once, checked, and followed."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from command_line import run, succeeded
+from store_server import object_store
+
+from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
+from attncache_core.reuse.maps.database import verify_generations
+from attncache_core.reuse.maps.generations import current_generation, kept_generations, structural_faults
+from service.loading import remote as remote_module
+from service.loading.engines import load_engines
+from service.loading.remote import POINTER, RemoteDatabase, push, with_remote_database
+from service.loading.renewals import with_renewals
+from service.objects import ObjectFolder, joined, without_secrets
+from service.settings import Settings
+from service.settings.reading import read_settings
+from service.state import FetchFailed, Pause
+
+SECRET = "zanzibar"  # a secret of a URL, which nothing may show
+KILLED_PUSH = """
+import os, sys
+from pathlib import Path
+from service import objects
+from service.loading.remote import push
+put, left = objects.ObjectFolder.put, [int(sys.argv[3])]
+def counted(self, name, content):
+    left[0] -= 1
+    if left[0] < 0:
+        os.kill(os.getpid(), 9)
+    put(self, name, content)
+objects.ObjectFolder.put = counted
+push(Path(sys.argv[1]), sys.argv[2], lambda *_: None)
+"""
+
+
+@pytest.fixture
+def store():
+    with object_store() as running:
+        yield running
+
+
+@pytest.fixture
+def root(tiny_database, tmp_path):
+    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+@pytest.fixture
+def other(tiny_prototypes_database, tmp_path):
+    return Path(shutil.copytree(tiny_prototypes_database, tmp_path / "other.db"))
+
+
+def pushed(root, url):
+    return push(root, url, lambda *_: None)
+
+
+def followed(url, tmp_path, checkpoint):
+    """Return the folder of the cache after one look."""
+    remote = RemoteDatabase(url, tmp_path / "cache", checkpoint)
+    list(remote.fetch(waits=True))
+    return remote
+
+
+def files_of(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".") and path.name != "gain.json"
+    }
+
+
+def refused(url, tmp_path, checkpoint, *words):
+    with pytest.raises((AttnCacheError, OSError)) as raised:
+        followed(url, tmp_path, checkpoint)
+    told = f"{raised.value} {getattr(raised.value, 'filename', '')}"
+    assert SECRET not in told
+    for word in words:
+        assert word in told, told
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent(
+    scheme, store, root, other, tmp_path, tiny_checkpoint
+):
+    url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
+    (root / "tightened.json").write_bytes(b"{}")
+    shown = succeeded(run("push", root, url))
+    count = len(files_of(root))
+    assert f"{count} of {count} files sent" in shown
+    assert "endpoint" not in shown
+    assert "holds this database already" in pushed(root, url)
+    (root / "tightened.json").write_bytes(b"{ }")
+    assert "1 of" in pushed(root, url)
+
+    reader = url if scheme == "file" else store.http % "a"
+    remote = followed(reader, tmp_path, tiny_checkpoint)
+    first = current_generation(remote.root)
+    assert files_of(first.folder) == files_of(root)
+    assert (first.folder / "key").stat().st_mode & 0o777 == 0o600
+    assert not list(structural_faults(remote.root))
+    assert not [fault for found in verify_generations(remote.root) for fault in found.faults]
+
+    pushed(other, url)
+    list(remote.fetch(waits=True))
+    assert files_of(current_generation(remote.root).folder) == files_of(other)
+    pushed(root, url)
+    list(remote.fetch(waits=True))
+    assert [generation.number for generation in kept_generations(remote.root)] == [2, 3]
+
+
+def test_push_that_is_killed_leaves_the_present_database_and_goes_on(root, other, tmp_path, tiny_checkpoint):
+    url = (tmp_path / "store").as_uri()
+    pushed(other, url)
+    command = [sys.executable, "-c", KILLED_PUSH, root, url, "9"]
+    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    served = followed(url, tmp_path, tiny_checkpoint)
+    assert files_of(current_generation(served.root).folder) == files_of(other)
+    count = len(files_of(root))
+    assert f"{count - 9} of {count} files sent" in pushed(root, url)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_of_two_pushes_at_once_one_wins_as_a_whole(
+    scheme, store, root, other, tmp_path, tiny_checkpoint, monkeypatch
+):
+    url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
+    meet, send = threading.Barrier(2), remote_module._send
+
+    def send_together(*arguments):
+        sent = send(*arguments)
+        meet.wait(30)  # both have seen the same pointer, and written nothing of it yet
+        return sent
+
+    monkeypatch.setattr(remote_module, "_send", send_together)
+    outcomes = {}
+
+    def attempt(folder):
+        try:
+            outcomes[folder] = pushed(folder, url)
+        except InvalidInput as error:
+            outcomes[folder] = str(error)
+
+    threads = [threading.Thread(target=attempt, args=(folder,)) for folder in (root, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    lost = [folder for folder, told in outcomes.items() if "push again" in told]
+    assert len(lost) == 1
+    (won,) = {root, other} - set(lost)
+    served = followed(url, tmp_path, tiny_checkpoint)
+    assert files_of(current_generation(served.root).folder) == files_of(won)
+
+
+def test_download_that_is_killed_goes_on_with_what_it_has(store, root, tmp_path, tiny_checkpoint):
+    pushed(root, store.s3 % "a")
+    script = (
+        "import os, sys; from pathlib import Path; from service import objects;"
+        "from service.loading.remote import RemoteDatabase;"
+        "from attncache_core.checkpoints.description import read_checkpoint;"
+        "read, left = objects.ObjectFolder.read_range, [8];"
+        "objects.RANGE_BYTES = 4096;"
+        "import service.loading.remote as remote; remote.RANGE_BYTES = 4096;\n"
+        "def counted(*arguments):\n"
+        "    left[0] -= 1\n"
+        "    if left[0] < 0: os.kill(os.getpid(), 9)\n"
+        "    return read(*arguments)\n"
+        "objects.ObjectFolder.read_range = counted\n"
+        "list(RemoteDatabase(sys.argv[1], Path(sys.argv[2]), read_checkpoint(Path(sys.argv[3])))"
+        ".fetch(waits=True))"
+    )
+    command = [sys.executable, "-c", script, store.http % "a", tmp_path / "cache", tiny_checkpoint.folder]
+    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    remote = RemoteDatabase(store.http % "a", tmp_path / "cache", tiny_checkpoint)
+    assert not remote.is_there
+    (target,) = (path for path in (remote.root / ".renewal").iterdir() if path.is_dir())
+    kept = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    assert kept > 0
+    before = len(store.requests)
+    list(remote.fetch(waits=True))
+    assert files_of(current_generation(remote.root).folder) == files_of(root)
+    read = [path for method, path in store.requests[before:] if method == "GET"]
+    assert len(read) <= len(files_of(root)) + 1
+
+
+def test_workers_and_servers_of_a_machine_download_once(store, root, tmp_path, tiny_checkpoint):
+    pushed(root, store.s3 % "a")
+    before = len(store.requests)
+    arguments = store.http % "a", tmp_path, tiny_checkpoint
+    threads = [threading.Thread(target=followed, args=arguments) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    objects = [path for method, path in store.requests[before:] if method == "GET" and POINTER not in path]
+    assert len(objects) == len(set(objects)) > 0
+
+
+def test_what_is_missing_short_changed_or_of_another_model_is_refused_with_url_and_reason(
+    store, root, tmp_path, tiny_checkpoint, tiny_classifier_checkpoint
+):
+    secret = f"http://user:{SECRET}@127.0.0.1:{store.port}/bucket/a?sig={SECRET}"
+    url = store.http % "a"
+    refused(secret, tmp_path, tiny_checkpoint, url, "not there")
+    pushed(root, store.s3 % "a")
+    pointer = json.loads(store.objects[f"/bucket/a/{POINTER}"])
+    largest = max(pointer["files"].values(), key=lambda file: file["bytes"])
+    name = f"/bucket/a/{pointer['id']}/{largest['sha256']}"
+    whole = store.objects[name]
+    for content, word in ((None, "not there"), (whole[:-1], "instead of"), (b"x" + whole[1:], "other bytes")):
+        store.objects.pop(name)
+        if content is not None:
+            store.objects[name] = content
+        refused(secret, tmp_path, tiny_checkpoint, url, word)
+        store.objects[name] = whole
+    store.fail = lambda _method, path: 403 if path == name else None
+    refused(secret, tmp_path, tiny_checkpoint, "access is refused")
+    store.fail = lambda _method, _path: None
+    refused(secret, tmp_path, tiny_classifier_checkpoint, url, "fingerprint")
+    good = store.objects[f"/bucket/a/{POINTER}"]
+    for path in ("../../outside", "/etc/x", "maps/../x", ".renewal"):
+        bad = pointer | {"files": pointer["files"] | {path: {"bytes": 1, "sha256": "0" * 64}}}
+        store.objects[f"/bucket/a/{POINTER}"] = json.dumps(bad).encode()
+        refused(secret, tmp_path, tiny_checkpoint, "no pointer")
+    store.objects[f"/bucket/a/{POINTER}"] = good
+    followed(secret, tmp_path, tiny_checkpoint)
+
+
+def test_full_disk_is_refused_and_left_with_space(store, root, tmp_path, tiny_checkpoint, monkeypatch):
+    pushed(root, store.s3 % "a")
+    free = shutil.disk_usage(tmp_path)._replace(free=100)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: free)
+        refused(store.http % "a", tmp_path, tiny_checkpoint, "100 are free")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "read_range", full)
+        refused(store.http % "a", tmp_path, tiny_checkpoint, "No space left")
+    remote = RemoteDatabase(store.http % "a", tmp_path / "cache", tiny_checkpoint)
+    assert [path.name for path in remote.root.iterdir()] == [".renewal.lock"]
+
+
+def test_server_follows_the_pointer_serves_on_after_failures_and_logs_each_once(
+    store, root, other, tmp_path, tiny_checkpoint, monkeypatch, caplog
+):
+    monkeypatch.setattr(remote_module, "SECONDS_BETWEEN_LOOKS", 0.0)
+    url = f"http://user:{SECRET}@127.0.0.1:{store.port}/bucket/a"
+    settings = read_settings(
+        {
+            "model": str(tiny_checkpoint.folder),
+            "dtype": "float32",
+            "database": url,
+            "cache_dir": tmp_path / "cache",
+            "min_gain": 0,
+            "verify_rate": 0,
+        }
+    )
+    assert SECRET not in repr(settings)
+
+    def load(local):
+        return with_renewals(load_engines(local, tiny_checkpoint), local, tiny_checkpoint)
+
+    def serving():
+        return with_remote_database(settings, tiny_checkpoint, load, leads=True)
+
+    def until(loading, kind):
+        return next(loaded for _, loaded in zip(range(40), loading, strict=False) if isinstance(loaded, kind))
+
+    with pytest.raises(DatabaseRefused, match="not there"):
+        list(serving())
+    pushed(root, store.s3 % "a")
+    loading = serving()
+    engine = until(loading, PrefillEngine)
+    assert engine.map_reuse.database.generation.number == 1
+    store.fail = lambda _method, path: 404 if path.endswith(POINTER) else None
+    for _ in range(3):
+        until(loading, FetchFailed)
+    assert caplog.text.count("not there") == 1
+    # A server that starts meanwhile serves what was downloaded.
+    starting = serving()
+    assert isinstance(next(starting), FetchFailed)
+    assert until(starting, PrefillEngine).map_reuse.database.generation.number == 1
+    store.fail = lambda _method, _path: None
+    pushed(other, store.s3 % "a")
+    engine = until(loading, PrefillEngine)
+    assert engine.map_reuse.database.generation.number == 2
+    assert engine.map_reuse.database.manifest.id == AttentionDatabase.open(other).manifest.id
+    assert isinstance(until(loading, Pause), Pause)
+    assert SECRET not in caplog.text
+
+
+def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch, tmp_path):
+    url = f"https://user:{SECRET}@host:8/a/b?sig={SECRET}#x"
+    assert without_secrets(url) == "https://host:8/a/b"
+    assert joined(url, "c") == f"https://user:{SECRET}@host:8/a/b/c?sig={SECRET}#x"
+    with pytest.raises(AttnCacheError, match="folder") as raised:
+        read_settings({"database": url, "sample": True})
+    assert SECRET not in str(raised.value)
+    with pytest.raises(InvalidInput, match="s3://") as raised:
+        ObjectFolder(f"ftp://user:{SECRET}@host/a", "database")
+    assert SECRET not in str(raised.value)
+    assert Settings(database=tmp_path).database == Settings(database=str(tmp_path)).database == tmp_path
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(InvalidInput, match=r"attncache\[cluster\]"):
+        ObjectFolder("s3://a/b", "database")

@@ -1,0 +1,284 @@
+"""Parquet files in shards: the same bytes whatever computes them, and nothing lost when something fails."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, model_arguments, run, succeeded
+from core_models import random_text
+from store_server import object_store
+
+from service.bulk import shards
+from service.bulk.sharded import MANIFEST, OPTIONS
+from service.bulk.shards import Shard, plan
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+# Kills of actors, nodes and drivers; 100 takes an hour.
+KILLS = int(os.environ.get("ATTNCACHE_RAY_KILLS", "0"))
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_ROWS", 8)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Texts of three files."""
+    random = np.random.default_rng(0)
+    return [[random_text(random, 4) for _ in range(30)] for _ in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path, texts):
+    (tmp_path / "in").mkdir()
+    for number, of_file in enumerate(texts):
+        write(tmp_path / f"in/{number}.parquet", of_file)
+    return tmp_path / "in"
+
+
+def write(path, texts, column="text", rows=20):
+    parquet.write_table(
+        pyarrow.table({column: pyarrow.array(texts, pyarrow.string())}), path, row_group_size=rows
+    )
+
+
+def embed(checkpoint, inputs, output, *more):
+    return run("embed", *model_arguments(checkpoint), inputs, "--output", output, *more)
+
+
+def bytes_of(output):
+    return {path.name: path.read_bytes() for path in output.iterdir()}
+
+
+def rows_of(output):
+    """Return the embeddings in the order of the manifest."""
+    manifest = json.loads((output / "manifest.json").read_bytes())
+    tables = [parquet.read_table(output / shard["output"]) for shard in manifest["shards"]]
+    return np.concatenate([np.stack(table.column("embedding").to_numpy()) for table in tables])
+
+
+def test_shards_are_every_row_once_in_any_part_and_any_store(
+    tiny_checkpoint, tiny_engine, folder, texts, tmp_path
+):
+    output, parts = tmp_path / "out", tmp_path / "parts"
+    assert "15 shards computed (90 rows)" in succeeded(embed(tiny_checkpoint, folder, output))
+    np.testing.assert_allclose(rows_of(output), tiny_engine.embed(list(chain(*texts))), atol=1e-5)
+    assert "0 shards computed (0 rows), 15 were there" in succeeded(embed(tiny_checkpoint, folder, output))
+    ends = [succeeded(embed(tiny_checkpoint, folder, parts, "--shard", f"{part}/3")) for part in (3, 1, 2)]
+    assert ["not complete" in end for end in ends] == [True, True, False]
+    assert bytes_of(parts) == bytes_of(output)
+    with object_store() as store:
+        for path in folder.iterdir():
+            store.objects[f"/bucket/in/{path.name}"] = path.read_bytes()
+        succeeded(embed(tiny_checkpoint, (store.s3 % "in").replace("in?", "in/*.parquet?"), store.s3 % "out"))
+        stored = {name: content for name, content in store.objects.items() if name.endswith(".parquet")}
+        outputs = sorted(content for name, content in stored.items() if "/out/" in name)
+        assert outputs == sorted(path.read_bytes() for path in output.glob("*.parquet"))
+        manifest = store.objects["/bucket/out/manifest.json"]
+        assert b"endpoint" not in manifest
+        assert len(json.loads(manifest)["shards"]) == 15
+
+
+def test_classes_are_sharded_too(tiny_classifier_checkpoint, folder, tmp_path):
+    whole, output = tmp_path / "whole.parquet", tmp_path / "out"
+    model = ("classify", *model_arguments(tiny_classifier_checkpoint))
+    succeeded(run(*model, folder, "--output", output))
+    succeeded(run(*model, "--input", folder / "0.parquet", "--output", whole))
+    manifest = json.loads((output / "manifest.json").read_bytes())
+    tables = [parquet.read_table(output / shard["output"]) for shard in manifest["shards"][:5]]
+    sharded, unsharded = pyarrow.concat_tables(tables), parquet.read_table(whole)
+    assert sharded.column("label") == unsharded.column("label")
+    assert sharded.schema == unsharded.schema
+    # The head is torch's, whose last bit depends on the number of rows.
+    np.testing.assert_allclose(sharded.column("score"), unsharded.column("score"), atol=1e-6)
+
+
+def test_what_fails_is_listed_and_the_rest_is_computed(tiny_checkpoint, folder, texts, tmp_path):
+    output = tmp_path / "out"
+    write(folder / "1.parquet", [*texts[1][:9], None, *texts[1][10:]])
+    (folder / "2.parquet").write_bytes(b"no Parquet")
+    write(folder / "3.parquet", [], rows=1)  # no row
+    write(folder / "4.parquet", texts[0], column="body")
+    ended = embed(tiny_checkpoint, folder, output)
+    assert ended.exit_code == 3
+    assert "9 shards computed" in ended.stdout
+    failed = [json.loads(line) for line in (output / "failed.jsonl").read_bytes().splitlines()]
+    assert [Path(line["input"]).name for line in failed] == ["1.parquet", "2.parquet", "4.parquet"]
+    for line, word in zip(
+        failed, ("row 10 of row group 0", "not a Parquet", "no column 'text'"), strict=True
+    ):
+        assert word in line["reason"]
+    assert (failed[0]["row_group"], failed[0]["first_row"]) == (0, 8)
+    assert not (output / "manifest.json").exists()
+    assert PRIVATE not in ended.output
+    write(folder / "1.parquet", texts[1])
+    for number in (2, 4):
+        write(folder / f"{number}.parquet", texts[2])
+    # The file that was changed has another ETag, so all of its shards are new.
+    assert "15 shards computed (90 rows), 5 were there" in succeeded(embed(tiny_checkpoint, folder, output))
+    assert not (output / "failed.jsonl").exists()
+
+
+def test_file_that_changes_while_it_is_read_is_never_mixed(
+    tiny_checkpoint, folder, texts, tmp_path, monkeypatch
+):
+    compute = shards.ShardWorker._compute
+
+    def changed(self, shard, output):
+        if shard.name == "0.parquet":
+            write(folder / "0.parquet", texts[2])
+        compute(self, shard, output)
+
+    monkeypatch.setattr(shards.ShardWorker, "_compute", changed)
+    ended = embed(tiny_checkpoint, folder, tmp_path / "out")
+    assert ended.exit_code == 3
+    assert "10 shards computed" in ended.stdout
+    assert (tmp_path / "out/failed.jsonl").read_text().count("changed by somebody else") == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        (("--dimensions", 16), "--dimensions"),
+        (("--batch-tokens", 8), "--batch-tokens"),
+        (("--column", "body"), "has no column 'body'"),
+        (("--shard", "4/3"), "3/100"),
+        (("--input", "x.txt"), "not both"),
+        (("--format", "csv"), "Parquet"),
+    ],
+)
+def test_run_that_cannot_be_right_is_refused(tiny_checkpoint, folder, tmp_path, more, word):
+    output = tmp_path / ("other" if "--column" in more else "out")
+    succeeded(embed(tiny_checkpoint, folder, tmp_path / "out"))
+    before = bytes_of(tmp_path / "out")
+    ended = embed(tiny_checkpoint, folder, output, *more)
+    assert ended.exit_code == 2
+    assert word in ended.stderr
+    assert bytes_of(tmp_path / "out") == before
+
+
+def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty/0.parquet", [], rows=1)
+    for inputs, word in ((tmp_path / "nowhere", "cannot be opened"), (folder / "x*", "no .parquet file")):
+        assert word in embed(tiny_checkpoint, inputs, output).stderr
+    assert "no row" in embed(tiny_checkpoint, tmp_path / "empty", output).stderr
+    monkeypatch.setitem(sys.modules, "ray", None)
+    ended = embed(tiny_checkpoint, folder, output, "--ray", "auto")
+    assert "attncache[ray]" in ended.stderr
+    assert ended.exit_code == 2
+
+
+def test_shards_of_a_row_group_are_planned_one_by_one(tmp_path):
+    write(tmp_path / "a.parquet", ["x"] * 50, rows=20)
+    planned = list(plan([str(tmp_path)], "text"))
+    assert all(isinstance(shard, Shard) for shard in planned)
+    assert [(shard.group, shard.first, shard.rows) for shard in planned] == [
+        *((0, 0, 8), (0, 8, 8), (0, 16, 4)),
+        *((1, 0, 8), (1, 8, 8), (1, 16, 4)),
+        *((2, 0, 8), (2, 8, 2)),
+    ]
+
+
+def cluster_of(nodes):
+    """Return a Ray cluster of processes on this machine, with a processor for each node."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(nodes - 1):
+        cluster.add_node(num_cpus=1)
+    return cluster
+
+
+def actors():
+    """Return the processes of all actors."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::_Actor"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_something(chance, cluster, driver):
+    """Kill the driver, a node or an actor. Returns what was killed, or None if nothing ran."""
+    kind = chance.choices(("actor", "node", "driver"), (6, 2, 2))[0] if KILLS else "actor"
+    if kind == "driver":
+        driver.kill()
+        driver.wait()
+        return kind
+    if kind == "node":
+        workers = [node for node in cluster.list_all_nodes() if not node.is_head()]
+        cluster.remove_node(chance.choice(workers), allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        return kind
+    running = actors()
+    if not running:
+        return None
+    try:
+        os.kill(chance.choice(running), signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return kind
+
+
+def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, texts, tmp_path, monkeypatch):
+    """Without ATTNCACHE_RAY_KILLS, one actor is killed."""
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    shards_of_run = shards.SHARD_ROWS
+    many = [text for of_file in texts for text in of_file] * (40 if KILLS else 8)
+    for number in range(3):
+        write(folder / f"{number}.parquet", many, rows=shards_of_run)
+    expected, output = tmp_path / "expected", tmp_path / "out"
+    succeeded(embed(tiny_checkpoint, folder, expected))
+    cluster = cluster_of(3 if KILLS else 1)
+    command = [sys.executable, "-c", "from service.cli import main; main()"]
+    command += ["embed", *model_arguments(tiny_checkpoint), folder, "--output", output]
+    command += ["--ray", cluster.address, "--threads", "1"]
+
+    def start():
+        return subprocess.Popen(list(map(str, command)), cwd=Path(__file__).parents[2])
+
+    chance, killed = random.Random(7), Counter()
+    driver = start()
+    try:
+        while killed.total() < max(1, KILLS):
+            time.sleep(chance.uniform(0.5, 10) if KILLS else 0.02)
+            if driver.poll() is not None:
+                # A run that ended before all kills begins again.
+                assert driver.returncode in (0, 3, -signal.SIGKILL)
+                if driver.returncode == 0:
+                    assert bytes_of(output) == bytes_of(expected)
+                    shutil.rmtree(output)
+                driver = start()
+                continue
+            if not KILLS and not any(output.glob("*.parquet")):
+                continue
+            if kind := kill_something(chance, cluster, driver):
+                killed[kind] += 1
+        while (code := driver.wait(600)) != 0:
+            assert code in (3, -signal.SIGKILL)
+            driver = start()
+    finally:
+        driver.kill()
+        cluster.shutdown()
+    print(f"killed {dict(killed)}")
+    assert bytes_of(output) == bytes_of(expected)
+    assert {OPTIONS, MANIFEST} < set(bytes_of(output))
