@@ -8,8 +8,10 @@ charged for what was begun for it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 _RETRY_IN_FLIGHT_SECONDS = 1
 # Other processes may count between a look and a change.
 _MAX_TRIES = 100
+_MAX_PAUSE_SECONDS = 0.02
 _FULL_SECONDS = 60.0  # in which an empty bucket is filled
 
 
@@ -61,6 +64,8 @@ class QuotaUse:
         self._max_seconds = max_seconds
         self._clock = clock
         self._process = secrets.token_hex(8)
+        self._waiting: list[_Change] = []  # changes that are not written yet
+        self._writing = asyncio.Lock()
         # With other quotas, everything is counted from the beginning.
         self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
@@ -110,20 +115,73 @@ class QuotaUse:
         await self._change(count)
 
     async def _change(self, count: Callable[[_Used], None]) -> bool:
-        """Change what is used. Returns whether it was; if not, the request is answered all the same."""
+        """Change what is used. Returns whether it was; if not, the request is answered all the same.
+
+        Changes that come while another one is written are written together, so that a process never competes
+        with itself for the value. Raises what `count` raises.
+        """
         if self._quotas == Quotas():
             return False
+        change = _Change(count)
+        self._waiting.append(change)
+        try:
+            async with self._writing:
+                if not change.is_done:
+                    await self._write(list(self._waiting))
+        finally:
+            # Another change may have been written with this one, or this one be given up.
+            if change in self._waiting:
+                self._waiting.remove(change)
+        if change.error is not None:
+            raise change.error
+        return change.is_counted
+
+    async def _write(self, changes: list[_Change]) -> None:
+        """Count changes in the store, all at once."""
+        counted = False
         # The store logs its errors.
         with suppress(StoreUnavailable):
-            for _ in range(_MAX_TRIES):
+            for tries in range(_MAX_TRIES):
                 before = await self._store.get(self._key)
                 used = _Used.read(before, self._quotas, self._clock())
-                count(used)
+                is_changed = [change.apply(used) for change in changes]
                 after, seconds = used.written(), used.seconds(self._clock())
-                if await self._store.compare_and_set(self._key, before, after, seconds):
-                    return True
-            logger.error("a request of key %s is not counted: too many others are counted", self._name)
-        return False
+                counted = not any(is_changed) or await self._store.compare_and_set(
+                    self._key, before, after, seconds
+                )
+                if counted:
+                    break
+                # Other machines try again too.
+                await asyncio.sleep(random.uniform(0, min(_MAX_PAUSE_SECONDS, 0.001 * 2**tries)))
+            else:
+                logger.error("requests of key %s are not counted: too many others are counted", self._name)
+        for change in changes:
+            change.is_done, change.is_counted = True, counted and change.error is None
+            if not counted:
+                change.error = None
+            if change in self._waiting:
+                self._waiting.remove(change)
+
+
+class _Change:
+    """A change of what is used, which may be refused."""
+
+    __slots__ = ("_count", "error", "is_counted", "is_done")
+
+    def __init__(self, count: Callable[[_Used], None]) -> None:
+        """count: changes what is used. Raises QuotaExceeded, and then changes nothing."""
+        self._count = count
+        self.error: QuotaExceeded | None = None
+        self.is_done = self.is_counted = False
+
+    def apply(self, used: _Used) -> bool:
+        """Change what is used. Returns False, and keeps the error, if that is refused."""
+        self.error = None
+        try:
+            self._count(used)
+        except QuotaExceeded as error:
+            self.error = error
+        return self.error is None
 
 
 class _Bucket:

@@ -267,7 +267,7 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
     assert await use.begin()
     store.fails = True
     assert not await use.begin()
-    assert ("a request of key client is not counted" in caplog.text) == (error is None)
+    assert ("requests of key client are not counted" in caplog.text) == (error is None)
     store.fails = False
     await use.end(1, is_in_flight=False)
     assert await use.begin()

@@ -23,10 +23,12 @@ from running import samples
 from valkeys import running_valkey
 
 from attncache_core.checkpoints.description import read_checkpoint
+from service.access.quotas import Quotas, QuotaUse
 from service.commands.serve import _check_shared
-from service.errors import InvalidSettings
+from service.errors import InvalidSettings, QuotaExceeded
 from service.loading.engines import load_engine
 from service.settings import Settings, read_settings
+from service.settings.cluster import SharedAddress
 from service.shared import blocks, client, findings, store
 
 pytestmark = pytest.mark.anyio
@@ -246,6 +248,21 @@ async def test_quotas_are_counted_for_all_machines_and_per_machine_while_the_sto
         assert await admitted(second, 6) == 4
         values = samples((await first.get("/metrics", headers=headers)).text)
         assert values["attncache_shared_failures_total", "quotas"] > 0
+
+
+async def test_many_requests_of_one_key_are_counted_exactly_though_machines_compete(valkey):
+    of_machines = [store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail) for _ in range(3)]
+    uses = [
+        QuotaUse(
+            "k", Quotas(requests_per_minute=200), each.store("quotas"), max_seconds=60, clock=lambda: 1e9
+        )
+        for each in of_machines
+    ]
+    begun = await asyncio.gather(*(use.begin() for use in uses * 100), return_exceptions=True)
+    assert begun.count(True) == 200
+    assert sum(isinstance(error, QuotaExceeded) for error in begun) == 100
+    for each in of_machines:
+        await each.close()
 
 
 # Findings.
