@@ -176,6 +176,14 @@ class Entrance:
     def healthy(self, cluster="by_key"):
         return self.numbers()[f'envoy_cluster_membership_healthy{{envoy_cluster_name="{cluster}"}}']
 
+    def cut_answers(self):
+        """Return how many answers had begun when their server was lost, so that no other could give them."""
+        return sum(
+            number
+            for name, number in self.numbers().items()
+            if "rq_reset_after_downstream_response_started" in name
+        )
+
 
 def answers(url):
     try:
