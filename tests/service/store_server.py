@@ -128,10 +128,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
 @contextmanager
 def object_store():
     """Yield a Store that serves."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.store = Store()
     server.store.port = server.server_address[1]
