@@ -290,6 +290,12 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
         valkey.start()
         await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
         assert other.map_reuse.policy.steps.groups[0] >= tight.steps.groups[0]
+        (name,) = valkey.ask("KEYS", "attncache:findings:*")
+        valkey.ask("SET", name, "{}")
+        await until(lambda: asyncio.to_thread(lambda: bool(other.map_reuse.reuse_off)))
+        assert "its content is damaged" in other.map_reuse.reuse_off[0]
+        valkey.ask("DEL", name)
+        await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
 
 
 # Keys and values.
