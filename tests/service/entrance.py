@@ -178,11 +178,8 @@ class Entrance:
 
     def cut_answers(self):
         """Return how many answers had begun when their server was lost, so that no other could give them."""
-        return sum(
-            number
-            for name, number in self.numbers().items()
-            if "rq_reset_after_downstream_response_started" in name
-        )
+        name = 'envoy_http_downstream_rq_tx_reset{envoy_http_conn_manager_prefix="clients"}'
+        return self.numbers()[name]
 
 
 def answers(url):
