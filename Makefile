@@ -47,10 +47,11 @@ fuzz: .venv/installed-with-test
 	.venv/bin/pytest --hypothesis-profile=fuzz --timeout 0 tests/service/test_documented_api.py \
 		tests/service/test_fuzzed_bytes.py
 
-# Renewals of a database that are killed a thousand times, and servers that change the generation 200 times.
+# Renewals of a database that are killed a thousand times, servers that change the generation 200 times, and 100 kills
+# of the actors, nodes and drivers of a Ray cluster.
 kills: .venv/installed-with-test
-	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 -s tests/reuse/test_generations.py \
-		tests/service/test_renewed_database.py
+	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 ATTNCACHE_RAY_KILLS=100 .venv/bin/pytest --timeout 0 -s \
+		tests/reuse/test_generations.py tests/service/test_renewed_database.py tests/service/test_sharded.py
 
 # Full load and damaged files for ten minutes, then a table and build/soak.png.
 soak: .venv/installed-with-test
