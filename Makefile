@@ -47,12 +47,13 @@ fuzz: .venv/installed-with-test
 	.venv/bin/pytest --hypothesis-profile=fuzz --timeout 0 tests/service/test_documented_api.py \
 		tests/service/test_fuzzed_bytes.py
 
-# Renewals of a database that are killed a thousand times, servers that change the generation 200 times, and
-# conversations while the store that machines share is killed and frozen 40 times.
+# Renewals of a database that are killed a thousand times, servers that change the generation 200 times,
+# conversations while the store that machines share is killed and frozen 40 times, and 100 kills of the actors,
+# nodes and drivers of a Ray cluster.
 kills: .venv/installed-with-test
-	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 ATTNCACHE_OUTAGES=40 .venv/bin/pytest --timeout 0 -s \
-		tests/reuse/test_generations.py tests/service/test_renewed_database.py \
-		tests/service/test_shared_between_machines.py
+	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 ATTNCACHE_OUTAGES=40 ATTNCACHE_RAY_KILLS=100 \
+		.venv/bin/pytest --timeout 0 -s tests/reuse/test_generations.py tests/service/test_renewed_database.py \
+		tests/service/test_shared_between_machines.py tests/service/test_sharded.py
 
 # Servers behind Envoy that are killed, frozen, drained and added under load, 20 times each.
 cluster: .venv/installed-with-test

@@ -204,13 +204,19 @@ def cluster_of(nodes):
     return cluster
 
 
+def parent_of(process):
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def actors():
-    """Return the processes of all actors."""
+    """Return the processes of the actors of this test's cluster."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_bytes().startswith(b"ray::_Actor"):
-                found.append(int(path.parent.name))
+            process = int(path.parent.name)
+            # The parent of an actor is its node, which this process has started.
+            if path.read_bytes().startswith(b"ray::_Actor") and parent_of(parent_of(process)) == os.getpid():
+                found.append(process)
         except OSError:
             continue
     return found
