@@ -94,7 +94,7 @@ lock: .venv/installed
 	$(PIP) --quiet uv
 	for machine in x86_64 aarch64; do \
 		.venv/bin/uv pip compile $(LOCK) --python-platform $$machine-manylinux_2_28 \
-			--output-file docker/requirements.$$machine.lock --extra otel pyproject.toml || exit 1; \
+			--output-file docker/requirements.$$machine.lock --extra cluster --extra otel pyproject.toml || exit 1; \
 	done
 	.venv/bin/uv pip compile $(LOCK) --python-platform x86_64-manylinux_2_28 \
 		--output-file docker/build.lock --group image

@@ -12,8 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 # Variables of others: Envoy's filter, and the client of the object store.
 FOREIGN = {"ATTNCACHE_AFFINITY"}
-# Options that a later version of the server has.
-LATER = {"shared"}
 
 
 def load(path):
@@ -45,7 +43,7 @@ def envoy():
 
 def refuse_unknown(names):
     fields = {name.removeprefix("ATTNCACHE_").lower() for name in names if name.startswith("ATTNCACHE_")}
-    assert fields <= set(Settings.model_fields) | LATER
+    assert fields <= set(Settings.model_fields)
 
 
 def test_manifests_are_valid():
