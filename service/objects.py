@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from attncache_core import InvalidInput
-from attncache_core.runtime.files import locked, write_whole
+from attncache_core.runtime.files import left_unfinished, locked, write_whole
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 # A range takes seconds on a slow line, so a request that takes longer than the limit is stuck.
@@ -179,6 +179,11 @@ class ObjectFolder:
                 self._obstore.delete(self._store, name)
             except FileNotFoundError:
                 return
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left of local files that they wrote."""
+        for path in left_unfinished(self._folder) if self._folder else ():
+            path.unlink(missing_ok=True)
 
     def open(self, name: str, about: StoredObject) -> io.BufferedReader:
         """Open an object for reading anywhere. Reading raises Changed if it is another one, and OSError."""

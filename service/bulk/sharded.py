@@ -182,6 +182,7 @@ def _close(folder: ObjectFolder, options: Mapping[str, Any], planned: IO[bytes])
         return False  # other parts are not done
     planned.seek(0)
     folder.put(MANIFEST, _manifest(options, planned))
+    folder.remove_unfinished()
     return True
 
 

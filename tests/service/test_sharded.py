@@ -77,6 +77,8 @@ def test_shards_are_every_row_once_in_any_part_and_any_store(
     assert "15 shards computed (90 rows)" in succeeded(embed(tiny_checkpoint, folder, output))
     np.testing.assert_allclose(rows_of(output), tiny_engine.embed(list(chain(*texts))), atol=1e-5)
     assert "0 shards computed (0 rows), 15 were there" in succeeded(embed(tiny_checkpoint, folder, output))
+    parts.mkdir()
+    (parts / f".{'0' * 32}.parquet.{'0' * 16}.unfinished").write_bytes(b"left by a process that was killed")
     ends = [succeeded(embed(tiny_checkpoint, folder, parts, "--shard", f"{part}/3")) for part in (3, 1, 2)]
     assert ["not complete" in end for end in ends] == [True, True, False]
     assert bytes_of(parts) == bytes_of(output)
@@ -272,6 +274,7 @@ def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, text
                 assert driver.returncode in (0, 3, -signal.SIGKILL)
                 if driver.returncode == 0:
                     assert bytes_of(output) == bytes_of(expected)
+                    print(f"equal after {dict(killed)}")
                     shutil.rmtree(output)
                 driver = start()
                 continue
