@@ -11,6 +11,7 @@ ends, or is killed      ------->  standard input ends, so the builder ends too
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from service.settings import Settings
 
 _LOWEST_PRIORITY = 19
 _SHOWN_STEP = 0.05
+# Of the settings, what a builder must not know: JSON holds no secrets, so they would be other ones.
+_UNNEEDED = {"api_key", "shared", "shared_uses"}
 
 
 def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
@@ -52,7 +55,7 @@ def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
     assert builder.stdin is not None
     os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)
     with contextlib.suppress(BrokenPipeError):  # the builder has ended already
-        builder.stdin.write(f"{settings.model_dump_json()}\n")
+        builder.stdin.write(f"{settings.model_dump_json(exclude=_UNNEEDED)}\n")
         builder.stdin.flush()
     return builder
 
@@ -88,7 +91,7 @@ def _line(share: float) -> str:
 
 def main() -> None:
     """Run a job with the settings on standard input. End when standard input ends."""
-    settings = Settings.model_validate_json(sys.stdin.readline())
+    settings = Settings.model_validate(json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     with contextlib.suppress(OSError):
         # If memory runs out, Linux kills this process first and not the server.

@@ -397,7 +397,13 @@ def test_process_that_renews_has_the_lowest_priority_and_ends_with_the_server(ti
     sampler.sync()
     sampler.close()
     settings = Settings(
-        model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True, min_gain=0
+        model=str(tiny_checkpoint.folder),
+        dtype="float32",
+        database=root,
+        sample=True,
+        min_gain=0,
+        shared="valkey://name:password@127.0.0.1:1/0",
+        shared_uses="kv",
     )
     with start_builder(settings, "renew") as process:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
