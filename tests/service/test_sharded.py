@@ -246,6 +246,7 @@ def kill_something(chance, cluster, driver):
     return kind
 
 
+@pytest.mark.timeout(600)
 def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, texts, tmp_path, monkeypatch):
     """Without ATTNCACHE_RAY_KILLS, one actor is killed."""
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
