@@ -101,7 +101,9 @@ def test_servers_have_time_to_leave_and_trust_envoy_alone():
     assert float(server["stop_grace_period"].removesuffix("s")) > needed
     (address,) = [network["ipv4_address"] for network in entrance["networks"].values()]
     assert server["environment"]["ATTNCACHE_TRUSTED_PROXIES"] == address
-    subnet = ipaddress.ip_network(compose["networks"]["front"]["ipam"]["config"][0]["subnet"])
-    assert ipaddress.ip_address(address) in subnet
+    (front,) = compose["networks"]["front"]["ipam"]["config"]
+    assert ipaddress.ip_address(address) in ipaddress.ip_network(front["subnet"])
+    # No other container may get the address that the servers trust.
+    assert ipaddress.ip_address(address) not in ipaddress.ip_network(front["ip_range"])
     (rule,) = manifests()["NetworkPolicy", "attncache"]["spec"]["ingress"]
     assert rule["from"][0]["podSelector"]["matchLabels"] == {"app": "attncache-entrance"}

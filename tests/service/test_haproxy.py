@@ -55,11 +55,17 @@ def test_haproxy_hashes_the_header_and_repeats_what_a_lost_server_did_not_answer
     assert len(set(homes.values())) == 3
     assert {key: ask(url, key).text for key in homes} == homes
     assert {headers["x-forwarded-for"] for stub in stubs for _, headers, _ in stub.requests} == {"127.0.0.1"}
+    for stub in stubs:
+        stub.requests.clear()
     for failure in ((None, {}, ""), (503, {"X-AttnCache-Error": "shutting_down"}, "")):  # None: closes
         stubs[0].answer = lambda *_, failure=failure: failure
         # As large as it is repeated.
         answered = [ask(url, key, "a" * 50_000).text for key in homes]
         assert set(answered) == {stub.host for stub in stubs[1:]}
+    ids = [{headers["x-request-id"] for _, headers, _ in stub.requests} for stub in stubs]
+    assert ids[0]
+    assert ids[0] <= ids[1] | ids[2]
+    assert len(ids[1] | ids[2]) == 2 * len(homes)
     stubs[2].answer = lambda *_: (429, {"Retry-After": "7"}, "sentence")
     for stub in stubs[:2]:
         stub.is_ready = False
