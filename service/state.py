@@ -32,7 +32,7 @@ from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
 from service.settings.limits import MAX_BATCH_SEQUENCES
-from service.store import LocalStore, Store, WithTwin
+from service.store import LocalStore, Store
 from service.upkeep.blend_verifier import BlendVerifier
 from service.upkeep.group import Group, Worker, repeated
 from service.upkeep.sampling import Sampling
@@ -144,10 +144,8 @@ class ServiceState:
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
-        counted: Store = shared
-        if self._of_all is not None and settings.shares("quotas"):
-            counted = WithTwin(self._of_all.store("quotas"), shared)
-        self.keys = key_ring(settings, counted)
+        of_all = [self._of_all.store("quotas")] if self._of_all and settings.shares("quotas") else []
+        self.keys = key_ring(settings, *of_all, shared)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
         if settings.api_keys is not None:

@@ -115,43 +115,6 @@ class LocalStore:
         self._bytes -= _bytes_of(key, self._entries.pop(key)[1])
 
 
-class WithTwin:
-    """A store whose values are kept in another one as long as the store cannot be used."""
-
-    def __init__(self, store: Store, twin: Store) -> None:
-        self._store, self._twin = store, twin
-
-    async def get(self, key: str, seconds: float | None = None) -> bytes | None:
-        """See Store."""
-        try:
-            return await self._store.get(key, seconds)
-        except StoreUnavailable:
-            return await self._twin.get(key, seconds)
-
-    async def put(self, key: str, value: bytes | None, seconds: float | None = None) -> None:
-        """See Store."""
-        try:
-            await self._store.put(key, value, seconds)
-        except StoreUnavailable:
-            await self._twin.put(key, value, seconds)
-
-    async def compare_and_set(
-        self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None = None
-    ) -> bool:
-        """See Store."""
-        try:
-            return await self._store.compare_and_set(key, expected, value, seconds)
-        except StoreUnavailable:
-            return await self._twin.compare_and_set(key, expected, value, seconds)
-
-    async def count(self, prefix: str = "") -> int:
-        """See Store."""
-        try:
-            return await self._store.count(prefix)
-        except StoreUnavailable:
-            return await self._twin.count(prefix)
-
-
 class SqliteStore:
     """Keeps values in an SQLite file for several processes of one machine. Not to be used across a fork.
 

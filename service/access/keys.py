@@ -61,14 +61,14 @@ class KeyRing:
     """The keys that are valid now. Used on the event loop."""
 
     def __init__(
-        self, file: Path | None, option: str | None, store: Store, max_seconds: float = _MAX_SECONDS
+        self, file: Path | None, option: str | None, *stores: Store, max_seconds: float = _MAX_SECONDS
     ) -> None:
-        """file: of --api-keys. own: the text of --api-key. store: of what keys have used.
+        """file: of --api-keys. option: the text of --api-key. stores: of what keys have used; see QuotaUse.
 
         max_seconds: that a request may take. Raises InvalidSettings, as `reload`.
         """
         self._file = file
-        self._store, self._max_seconds = store, max_seconds
+        self._stores, self._max_seconds = stores, max_seconds
         self._salt = secrets.token_bytes(32)
         self._option_lines = _lines_of_option(option, self._digest) if option is not None else []
         self._holders: dict[bytes, KeyHolder] = {}  # by the digest of a key
@@ -90,7 +90,7 @@ class KeyRing:
                 if known is not None and known.quotas == line.quotas:
                     use = known.use
                 else:
-                    use = QuotaUse(line.name, line.quotas, self._store, max_seconds=self._max_seconds)
+                    use = QuotaUse(line.name, line.quotas, *self._stores, max_seconds=self._max_seconds)
                 holder = holders[line.name] = KeyHolder(line.name, line.is_admin, line.quotas, use)
             elif (holder.is_admin, holder.quotas) != (line.is_admin, line.quotas):
                 raise _refused(f"{line.where}: all lines of one name must have the same words after the key")
@@ -130,17 +130,17 @@ def namespace_of(name: str) -> bytes:
     return name.encode() + b"\0"
 
 
-def key_ring(settings: Settings, store: Store) -> KeyRing | None:
+def key_ring(settings: Settings, *stores: Store) -> KeyRing | None:
     """Return the keys of these settings, or None if no key is needed. Raises InvalidSettings.
 
-    store: of what keys have used.
+    stores: of what keys have used; see QuotaUse.
     """
     option = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.api_keys is None and option is None:
         return None
     # Beside its computation, a request is received and its response is sent.
     max_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
-    return KeyRing(settings.api_keys, option, store, max_seconds)
+    return KeyRing(settings.api_keys, option, *stores, max_seconds=max_seconds)
 
 
 class _Line(NamedTuple):

@@ -43,27 +43,32 @@ class Quotas:
 
 
 class QuotaUse:
-    """Counts what one key asks for, in a store that other processes may count in too."""
+    """Counts what one key asks for, in a store that other processes may count in too.
+
+    What this process has in flight is known here, and each change tells the store. So nothing is lost if a
+    store cannot be used for a while.
+    """
 
     def __init__(
         self,
         name: str,
         quotas: Quotas,
-        store: Store,
-        *,
+        *stores: Store,
         max_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the key's holder. max_seconds: that a request may take.
+        """name: of the key's holder. stores: the first one that can be used counts.
 
-        A process that was killed no longer counts as having requests in flight after `max_seconds`.
+        max_seconds: that a request may take. A process that was killed no longer counts as having requests in
+        flight after that time.
         """
         self._name = name
         self._quotas = quotas
-        self._store = store
+        self._stores = stores
         self._max_seconds = max_seconds
         self._clock = clock
         self._process = secrets.token_hex(8)
+        self._in_flight = 0  # requests of this process
         self._waiting: list[_Change] = []  # changes that are not written yet
         self._writing = asyncio.Lock()
         # With other quotas, everything is counted from the beginning.
@@ -90,11 +95,10 @@ class QuotaUse:
                         quota=quota,
                         retry_after_seconds=math.ceil(seconds),
                     )
-            used.add_in_flight(self._process, 1, now + self._max_seconds)
             if used.requests is not None:
                 used.requests.level -= 1
 
-        return await self._change(count)
+        return await self._change(_Change(count, in_flight=1))
 
     async def end(self, tokens: int, *, is_in_flight: bool = True) -> None:
         """Count the end of a request. tokens: of all that was computed, or begun, for the request.
@@ -105,16 +109,13 @@ class QuotaUse:
             return
 
         def count(used: _Used) -> None:
-            now = self._clock()
-            if is_in_flight:
-                used.add_in_flight(self._process, -1, now + self._max_seconds)
             if used.tokens is not None and tokens:
-                used.tokens.refill(now)
+                used.tokens.refill(self._clock())
                 used.tokens.level -= tokens
 
-        await self._change(count)
+        await self._change(_Change(count, in_flight=-is_in_flight))
 
-    async def _change(self, count: Callable[[_Used], None]) -> bool:
+    async def _change(self, change: _Change) -> bool:
         """Change what is used. Returns whether it was; if not, the request is answered all the same.
 
         Changes that come while another one is written are written together, so that a process never competes
@@ -122,7 +123,6 @@ class QuotaUse:
         """
         if self._quotas == Quotas():
             return False
-        change = _Change(count)
         self._waiting.append(change)
         try:
             async with self._writing:
@@ -137,50 +137,61 @@ class QuotaUse:
         return change.is_counted
 
     async def _write(self, changes: list[_Change]) -> None:
-        """Count changes in the store, all at once."""
+        """Count changes in the first store that can be used, all at once."""
         counted = False
-        # The store logs its errors.
-        with suppress(StoreUnavailable):
-            for tries in range(_MAX_TRIES):
-                before = await self._store.get(self._key)
-                used = _Used.read(before, self._quotas, self._clock())
-                is_changed = [change.apply(used) for change in changes]
-                after, seconds = used.written(), used.seconds(self._clock())
-                counted = not any(is_changed) or await self._store.compare_and_set(
-                    self._key, before, after, seconds
-                )
-                if counted:
-                    break
-                # Other machines try again too.
-                await asyncio.sleep(random.uniform(0, min(_MAX_PAUSE_SECONDS, 0.001 * 2**tries)))
-            else:
-                logger.error("requests of key %s are not counted: too many others are counted", self._name)
+        for store in self._stores:
+            # A store logs its errors. What was read in one store says nothing to another one.
+            with suppress(StoreUnavailable):
+                counted = await self._count_in(store, changes)
+                break
         for change in changes:
             change.is_done, change.is_counted = True, counted and change.error is None
             if not counted:
                 change.error = None
+            if change.is_counted or change.in_flight < 0:
+                self._in_flight += change.in_flight
             if change in self._waiting:
                 self._waiting.remove(change)
+
+    async def _count_in(self, store: Store, changes: list[_Change]) -> bool:
+        """Count changes in a store. Returns False if others always were faster. Raises StoreUnavailable."""
+        for tries in range(_MAX_TRIES):
+            before, now = await store.get(self._key), self._clock()
+            used = _Used.read(before, self._quotas, now)
+            used.set_in_flight(self._process, self._in_flight, now + self._max_seconds)
+            is_changed = [change.apply(used, self._process, now + self._max_seconds) for change in changes]
+            after, seconds = used.written(), used.seconds(self._clock())
+            if not any(is_changed) or await store.compare_and_set(self._key, before, after, seconds):
+                return True
+            # Other machines try again too.
+            await asyncio.sleep(random.uniform(0, min(_MAX_PAUSE_SECONDS, 0.001 * 2**tries)))
+        logger.error("requests of key %s are not counted: too many others are counted", self._name)
+        return False
 
 
 class _Change:
     """A change of what is used, which may be refused."""
 
-    __slots__ = ("_count", "error", "is_counted", "is_done")
+    __slots__ = ("_count", "error", "in_flight", "is_counted", "is_done")
 
-    def __init__(self, count: Callable[[_Used], None]) -> None:
-        """count: changes what is used. Raises QuotaExceeded, and then changes nothing."""
-        self._count = count
+    def __init__(self, count: Callable[[_Used], None], in_flight: int) -> None:
+        """count: changes what is used. Raises QuotaExceeded, and then changes nothing.
+
+        in_flight: how many more requests are in flight then.
+        """
+        self._count, self.in_flight = count, in_flight
         self.error: QuotaExceeded | None = None
         self.is_done = self.is_counted = False
 
-    def apply(self, used: _Used) -> bool:
+    def apply(self, used: _Used, process: str, ends_at: float) -> bool:
         """Change what is used. Returns False, and keeps the error, if that is refused."""
         self.error = None
         try:
             self._count(used)
         except QuotaExceeded as error:
             self.error = error
+        else:
+            used.set_in_flight(process, used.in_flight_of(process) + self.in_flight, ends_at)
         return self.error is None
 
 
@@ -255,8 +266,10 @@ class _Used:
         }
         return sum(count for count, _ in self.in_flight.values())
 
-    def add_in_flight(self, process: str, change: int, ends_at: float) -> None:
-        # The entry of the process may have expired.
-        count = max(0, self.in_flight.pop(process, (0, 0.0))[0] + change)
-        if count:
+    def in_flight_of(self, process: str) -> int:
+        return self.in_flight.get(process, (0, 0.0))[0]
+
+    def set_in_flight(self, process: str, count: int, ends_at: float) -> None:
+        self.in_flight.pop(process, None)
+        if count > 0:
             self.in_flight[process] = count, ends_at

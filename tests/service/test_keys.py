@@ -278,6 +278,44 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
     assert (await refused(use))[0] == "tokens_per_minute"
 
 
+@pytest.mark.parametrize("refuses", ["get", "compare_and_set"])
+async def test_another_store_counts_alone_while_the_first_one_refuses(refuses):
+    """A full store, or a replica, can be read and takes no writes: its content says nothing to another."""
+
+    class Refusing(LocalStore):
+        refuses = ""
+
+        async def get(self, *values):
+            if self.refuses == "get":
+                raise StoreUnavailable("away", retry_after_seconds=1)
+            return await super().get(*values)
+
+        async def compare_and_set(self, *values):
+            if self.refuses:
+                raise StoreUnavailable("full", retry_after_seconds=1)
+            return await super().compare_and_set(*values)
+
+    first, second = Refusing(), LocalStore()
+    clock = Clock()
+    quotas = Quotas(requests_per_minute=2, in_flight=5)
+    use, other = (QuotaUse("k", quotas, first, second, max_seconds=100, clock=clock) for _ in range(2))
+    assert await use.begin()
+    first.refuses = refuses
+    assert await use.begin()
+    assert await use.begin()
+    assert (await refused(use))[0] == "requests_per_minute"
+    first.refuses = ""
+    # Three are in flight here, whichever store has counted them; one more may begin, and nothing is lost.
+    assert await use.begin()
+    clock.seconds += 60
+    assert await other.begin()
+    assert (await refused(other))[0] == "in_flight"
+    for _ in range(4):
+        await use.end(0)
+    assert await other.begin()
+    assert await second.count() == 1
+
+
 # The server.
 
 
@@ -409,13 +447,14 @@ async def test_request_that_was_not_counted_when_it_began_is_not_subtracted_when
         engine.may_run.clear()
         held = asyncio.create_task(ask(client, ONE, "held"))
         await asyncio.to_thread(engine.runs.acquire)
-        get = use._store.get
+        (store,) = use._stores
+        get = store.get
 
         async def fail_once(_key):
-            use._store.get = get
+            store.get = get
             raise StoreUnavailable("locked", retry_after_seconds=1)
 
-        use._store.get = fail_once
+        store.get = fail_once
         assert (await ask(client, ONE, inputs=[])).status_code == 400
         assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
         engine.may_run.set()
