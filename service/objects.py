@@ -128,7 +128,7 @@ class ObjectFolder:
         """Return some bytes of an object. Raises Changed if it has another ETag, and OSError."""
         with self._translated(name):
             options: dict[str, Any] = {"range": (start, start + length)}
-            if etag:
+            if etag is not None:
                 options["if_match"] = etag
             return bytes(self._obstore.get(self._store, name, options=options).bytes())
 

@@ -201,6 +201,13 @@ def _files(inputs: Iterable[str]) -> Iterator[_File]:
         found = False
         for file in _files_of(given):
             found = True
+            folder, stored = file
+            if not stored.etag:
+                raise InvalidInput(
+                    f"{joined(without_secrets(folder), stored.name)} has no ETag, so a change is not seen; "
+                    "copy it to a local folder or an object store",
+                    field="input",
+                )
             yield file
         if not found:
             shown = without_secrets(given) if is_url(given) else given

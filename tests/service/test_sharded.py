@@ -179,6 +179,11 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     for inputs, word in ((tmp_path / "nowhere", "cannot be opened"), (folder / "x*", "no .parquet file")):
         assert word in embed(tiny_checkpoint, inputs, output).stderr
     assert "no row" in embed(tiny_checkpoint, tmp_path / "empty", output).stderr
+    with object_store() as store:
+        store.objects["/bucket/0.parquet"] = (folder / "0.parquet").read_bytes()
+        succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
+        store.has_etags = False
+        assert "has no ETag" in embed(tiny_checkpoint, store.http % "0.parquet", output).stderr
     monkeypatch.setitem(sys.modules, "ray", None)
     ended = embed(tiny_checkpoint, folder, output, "--ray", "auto")
     assert "attncache[ray]" in ended.stderr
