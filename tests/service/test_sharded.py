@@ -190,9 +190,9 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     assert ended.exit_code == 2
 
 
-def test_shards_of_a_row_group_are_planned_one_by_one(tmp_path):
+def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     write(tmp_path / "a.parquet", ["x"] * 50, rows=20)
-    planned = list(plan([str(tmp_path)], "text"))
+    planned = list(plan([str(tmp_path), f"{tmp_path}/a.parquet", f"{tmp_path}/*"], "text"))
     assert all(isinstance(shard, Shard) for shard in planned)
     assert [(shard.group, shard.first, shard.rows) for shard in planned] == [
         *((0, 0, 8), (0, 8, 8), (0, 16, 4)),
