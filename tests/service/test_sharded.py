@@ -154,7 +154,7 @@ def test_file_that_changes_while_it_is_read_is_never_mixed(
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        (("--dimensions", 16), "--dimensions"),
+        (("--dimensions", 16), "begun without --dimensions, not with --dimensions 16"),
         (("--batch-tokens", 8), "--batch-tokens"),
         (("--column", "body"), "has no column 'body'"),
         (("--shard", "4/3"), "3/100"),
