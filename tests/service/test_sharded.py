@@ -184,6 +184,11 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
         succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
         store.has_etags = False
         assert "has no ETag" in embed(tiny_checkpoint, store.http % "0.parquet", output).stderr
+    for secret in (f"s3://user:{PRIVATE}@bucket/in", f"s3://bucket/in?aws_secret_access_key={PRIVATE}"):
+        for arguments in ((secret, output), (folder, secret)):
+            ended = embed(tiny_checkpoint, *arguments, "--ray", "auto")
+            assert "bucket/in is given with a user or a query" in ended.stderr
+            assert PRIVATE not in ended.output
     monkeypatch.setitem(sys.modules, "ray", None)
     ended = embed(tiny_checkpoint, folder, output, "--ray", "auto")
     assert "attncache[ray]" in ended.stderr
