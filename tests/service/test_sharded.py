@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import chain
+from itertools import chain, count, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from command_line import PRIVATE, model_arguments, run, succeeded
 from core_models import random_text
 from store_server import object_store
 
-from service.bulk import shards
+from attncache_core import InvalidInput
+from service.bulk import cluster, shards
 from service.bulk.sharded import MANIFEST, OPTIONS
 from service.bulk.shards import Shard, plan
 
@@ -204,6 +206,76 @@ def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
         *((1, 0, 8), (1, 8, 8), (1, 16, 4)),
         *((2, 0, 8), (2, 8, 2)),
     ]
+
+
+class Actor:
+    def __init__(self, ray):
+        self.start = SimpleNamespace(remote=ray.start)
+        self.attempt = SimpleNamespace(remote=lambda *_: ray.call(None))
+
+
+class RayOfStarts:
+    """A cluster of two nodes whose calls end at once. starts: what the start of each actor ends in."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, starts):
+        self.starts, self.started, self.outcomes = iter(starts), 0, {}
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": 1}}] * 2
+
+    def remote(self, _kind):
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Actor(self)))
+
+    def start(self):
+        self.started += 1
+        return self.call(next(self.starts))
+
+    def call(self, outcome):
+        self.outcomes[call := object()] = outcome
+        return call
+
+    def wait(self, calls, **_):
+        return calls, []
+
+    def get(self, call):
+        outcome = self.outcomes.pop(call)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+QUOTED = f'Ray says\n  File "a.py", line 3, in load\n    x = 1\nModuleNotFoundError: {PRIVATE}'
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "most"),
+    [
+        ((None, "there is no model"), ["there is no model"], 4),
+        (RuntimeError(QUOTED), ['File "a.py", line 3, in load', "ModuleNotFoundError"], 4),
+        (RuntimeError(f"killed {PRIVATE}"), ["RuntimeError"], 10),
+    ],
+)
+def test_actors_that_do_not_start_end_the_run_with_the_reason_or_are_logged_once(
+    end, words, most, monkeypatch, caplog
+):
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=count().__next__))
+    bad = RayOfStarts(repeat(end))
+    with pytest.raises(InvalidInput, match="no actor can start") as raised:
+        cluster.RayWorkers(bad, None, None).options()
+    assert all(word in str(raised.value) for word in words)
+    assert bad.started == most
+    caplog.clear()
+    one_good = RayOfStarts(chain([end, ({}, None)], repeat(end)))
+    workers = cluster.RayWorkers(one_good, None, None)
+    workers.options()
+    due = ((number, str(number)) for number in range(2000))
+    assert len(list(workers.computed(due))) == 2000
+    assert 3 <= one_good.started < 50
+    (line,) = caplog.messages
+    assert all(word in line for word in words)
+    assert PRIVATE not in f"{line} {raised.value}"
 
 
 def cluster_of(nodes):
