@@ -66,6 +66,12 @@ def without_secrets(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def has_secrets(text: str) -> bool:
+    """Return whether a text is a URL with what `without_secrets` leaves out."""
+    parts = urlsplit(text)
+    return is_url(text) and ("@" in parts.netloc or bool(parts.query))
+
+
 def joined(url: str, name: str) -> str:
     """Return the URL of a name below another URL, with the query of the other URL."""
     parts = urlsplit(url)
@@ -128,7 +134,7 @@ class ObjectFolder:
         """Return some bytes of an object. Raises Changed if it has another ETag, and OSError."""
         with self._translated(name):
             options: dict[str, Any] = {"range": (start, start + length)}
-            if etag:
+            if etag is not None:
                 options["if_match"] = etag
             return bytes(self._obstore.get(self._store, name, options=options).bytes())
 

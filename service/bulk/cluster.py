@@ -10,6 +10,8 @@ is in the output and nowhere else: if the driver dies, the next one finds it the
 from __future__ import annotations
 
 import logging
+import platform
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -20,12 +22,21 @@ from typing import Any
 from attncache_core import AttnCacheError, InvalidInput
 from service.bulk.sharded import TRIES, Due
 from service.bulk.shards import ShardWorker, Work, reason_of
+from service.errors import stack_without_values
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2  # shards of an actor: one is computed, one waits
 # An actor also dies if its machine is taken away, which says nothing about its shard.
 _MOST_DEATHS = 10
 _LOOK_SECONDS = 5.0
 _START_SECONDS = 600.0
+# After failed starts, the wait before the next one doubles, at most so often.
+_MOST_DOUBLINGS = 4
+# What may be shown of a traceback in the text of a Ray error: the frames, and the classes of errors.
+_OF_TRACEBACK = re.compile(
+    r'^ *File "[^"\n]+", line \d+, in \S+|^[\w.]+(?:Error|Exception)(?=:|$)', re.MULTILINE
+)
 
 
 class _Actor:
@@ -39,7 +50,9 @@ class _Actor:
         try:
             self._worker = ShardWorker(self._work, self._threads)
         except (AttnCacheError, OSError) as error:
-            return None, reason_of(error)
+            return None, f"{platform.node()}: {type(error).__name__}: {reason_of(error)}"
+        except Exception as error:
+            return None, f"{platform.node()}: {stack_without_values(error)}"
         return self._worker.options(), None
 
     def attempt(self, shard: Any, output: str) -> str | None:
@@ -57,7 +70,9 @@ class RayWorkers:
         self._starting: dict[Any, Any] = {}  # what an actor's start returns -> actor
         self._ready: dict[Any, int] = {}  # actor -> number of its shards
         self._options: dict[str, Any] | None = None
-        self._failed_starts = 0
+        self._failed_starts = 0  # since an actor has started
+        self._fill_after = 0.0
+        self._reasons: dict[str, None] = {}  # why actors did not start
 
     def options(self) -> Mapping[str, Any]:
         """Return what decides the numbers. Waits for the first actor.
@@ -94,7 +109,7 @@ class RayWorkers:
                 except self._ray.exceptions.RayError as error:
                     self._ready.pop(actor, None)
                     deaths[output] += 1
-                    reason = f"its process died: {type(error).__name__}"
+                    reason = f"its process died: {_shown(error)}"
                     is_last = deaths[output] == _MOST_DEATHS
                 else:
                     if actor in self._ready:
@@ -123,7 +138,9 @@ class RayWorkers:
         return given
 
     def _fill(self) -> None:
-        """Start as many actors as the nodes of now have room for."""
+        """Start as many actors as the nodes of now have room for, unless actors have failed just now."""
+        if (self._ready or self._starting) and time.monotonic() < self._fill_after:
+            return
         room = sum(int(count) // self._threads for count in self._processors())
         for _ in range(max(1, room) - len(self._starting) - len(self._ready)):
             kind = self._ray.remote(_Actor).options(num_cpus=self._threads, max_restarts=0)
@@ -134,9 +151,10 @@ class RayWorkers:
         last = time.monotonic() + _START_SECONDS
         while not self._ready:
             if time.monotonic() > last:
+                needs = f"an actor needs {self._threads} free processors of one node; give --threads"
                 raise InvalidInput(
-                    f"ray: no actor has started within {_START_SECONDS:.0f} s; an actor needs "
-                    f"{self._threads} free processors of one node; give --threads",
+                    f"ray: no actor has started within {_START_SECONDS:.0f} s; "
+                    f"{next(reversed(self._reasons), needs)}",
                     field="ray",
                 )
             ended, _ = self._ray.wait([*self._starting], timeout=_LOOK_SECONDS)
@@ -146,15 +164,15 @@ class RayWorkers:
 
     def _note_start(self, start: Any) -> None:
         """Take an actor that has started. Raises InvalidInput if no actor starts, or if they differ."""
-        actor = self._starting.pop(start)
+        actor, most = self._starting.pop(start), TRIES
         try:
             options, reason = self._ray.get(start)
-        except self._ray.exceptions.RayError:
-            return  # its process died, and another one is started
+        except self._ray.exceptions.RayError as error:
+            options, reason = None, _shown(error)
+            if not _OF_TRACEBACK.search(str(error)):
+                most = _MOST_DEATHS  # its process was killed
         if options is None:
-            self._failed_starts += 1
-            if self._failed_starts == TRIES:
-                raise InvalidInput(f"ray: no actor can start: {reason}", field="ray")
+            self._note_failed_start(reason, most)
             return
         self._failed_starts = 0
         self._options = self._options or options
@@ -166,9 +184,25 @@ class RayWorkers:
             )
         self._ready[actor] = 0
 
+    def _note_failed_start(self, reason: str, most: int) -> None:
+        """Log a new reason. Raises InvalidInput after `most` failed starts if no other actor is there."""
+        self._failed_starts += 1
+        if self._failed_starts >= most and not (self._ready or self._starting):
+            raise InvalidInput(f"ray: no actor can start: {reason}", field="ray")
+        doublings = min(self._failed_starts, _MOST_DOUBLINGS)
+        self._fill_after = time.monotonic() + _LOOK_SECONDS * 2**doublings
+        if reason not in self._reasons:
+            logger.warning("ray: an actor did not start, and is tried again: %s", reason)
+        self._reasons[reason] = None
+
     def _processors(self) -> list[float]:
         counts = [node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]]
         return [count for count in counts if count >= 1] or [1.0]
+
+
+def _shown(error: Exception) -> str:
+    """Return the class of an error of Ray, and what may be shown of a traceback in its text."""
+    return "\n".join([type(error).__name__, *_OF_TRACEBACK.findall(str(error))])
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from service.bulk.shards import (
     outputs_in,
     plan,
 )
+from service.bulk.spool import begun_otherwise
 from service.objects import Changed, ObjectFolder
 
 TRIES = 3
@@ -137,9 +138,9 @@ def _begin(folder: ObjectFolder, options: Mapping[str, Any]) -> None:
         then = orjson.loads(folder.read(OPTIONS)[0])
         for name in sorted({*options, *then}):
             if options.get(name) != then.get(name):
+                told = begun_otherwise(name, then.get(name), options.get(name))
                 raise InvalidInput(
-                    f"{folder.url} was begun with {name} {then.get(name)}, not {options.get(name)}; use the "
-                    "same options, or another output",
+                    f"{folder.url} {told}; use the same options, or another output",
                     field="output",
                 ) from None
 

@@ -196,12 +196,23 @@ _File = tuple[str, StoredObject]  # the URL of the folder, and the object below 
 
 
 def _files(inputs: Iterable[str]) -> Iterator[_File]:
-    """Yield the files of all inputs."""
+    """Yield the files of all inputs, each once, also if several inputs name it."""
+    yielded: set[bytes] = set()  # digests, because there may be a million of files
     for given in inputs:
         found = False
-        for file in _files_of(given):
+        for folder, stored in _files_of(given):
             found = True
-            yield file
+            file = joined(without_secrets(folder), stored.name)
+            if not stored.etag:
+                raise InvalidInput(
+                    f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object "
+                    "store",
+                    field="input",
+                )
+            digest = hashlib.blake2b(file.encode(), digest_size=16).digest()
+            if digest not in yielded:
+                yielded.add(digest)
+                yield folder, stored
         if not found:
             shown = without_secrets(given) if is_url(given) else given
             raise InvalidInput(f"there is no .parquet file in {shown}", field="input")

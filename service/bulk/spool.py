@@ -28,6 +28,12 @@ from service.bulk.chunks import NOTHING, Done
 _NUMBER = np.dtype("<f4")
 
 
+def begun_otherwise(name: str, then: Any, now: Any) -> str:
+    """Say what an output was begun with, and what this run has. None: the option was not given."""
+    begun, given = (f"without {name}" if value is None else f"with {name} {value}" for value in (then, now))
+    return f"was begun {begun}, not {given}"
+
+
 class Spool:
     """The open file of a run. `open_spool` makes one."""
 
@@ -54,8 +60,8 @@ class Spool:
             then = state["begun_with"].get(name)
             if then != now:
                 raise InvalidInput(
-                    f"{partial(self._output)} was begun with {name} {then}, not {now}; use the same options, "
-                    "or remove this file to begin again",
+                    f"{partial(self._output)} {begun_otherwise(name, then, now)}; use the same options, or "
+                    "remove this file to begin again",
                     field=name,
                 )
         self.done = Done(**state["done"])

@@ -37,7 +37,7 @@ from service.commands.options import (
     whole_model_options,
 )
 from service.commands.progress import shown_shards, shown_share
-from service.objects import is_url, without_secrets
+from service.objects import has_secrets, is_url, without_secrets
 from service.settings import Settings
 
 _INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
@@ -67,6 +67,14 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
             if source is None:
                 if file_format not in (None, "parquet"):
                     raise InvalidInput("format: INPUTS are Parquet files", field="format")
+                secret = next(filter(has_secrets, (*inputs, output)), None) if ray else None
+                if secret is not None:
+                    raise InvalidInput(
+                        f"--ray: {without_secrets(secret)} is given with a user or a query, which Ray would "
+                        "pass on; leave them out, and give each node credentials of its own, such as "
+                        "AWS_ACCESS_KEY_ID",
+                        field="ray",
+                    )
                 command(files=Shards(inputs, column, output, shard or Part(), ray), **values)
                 return
             if shard or ray:

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -39,6 +40,7 @@ from attncache_core import (
 from attncache_core.build.default import databases_folder
 from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
 from attncache_core.reuse.maps.integrity import damaged_records, file_digest
+from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.publishing import (
     building_folder,
     clear_workspace,
@@ -258,26 +260,35 @@ class RemoteDatabase:
                 write_whole(inputs_path(self.root), inputs)
             target = building_folder(self.root)
             try:
+                # A database of another model is refused before the rest is downloaded.
+                self._file(pointer, "manifest.json", target)
+                with self._refused_by_url(target):
+                    manifest = Manifest.read(target)
+                    manifest.require_fingerprint(
+                        target, self._checkpoint.fingerprint(), self._checkpoint.name
+                    )
                 yield from self._download(pointer, target)
             except OSError as error:
                 if error.errno == errno.ENOSPC:
                     clear_workspace(self.root)
                 raise
-            try:
-                opened = AttentionDatabase.open(target)
-                opened.require_fingerprint(self._checkpoint.fingerprint(), self._checkpoint.name)
-            except DatabaseRefused as error:
-                # The message names a folder of the cache, and what to do with it.
-                reason = str(error).partition(";")[0].replace(str(target), self.url)
-                raise DatabaseRefused(reason, field="database") from error
+            with self._refused_by_url(target):
+                AttentionDatabase.open(target)
             before, number = current_generation(self.root).number, int(target.name)
             reason = f"downloaded from {self.url}"
             decide(self.root, Renewal(now(), Result.PUBLISHED, before, number, reason))
 
+    @contextmanager
+    def _refused_by_url(self, target: Path) -> Iterator[None]:
+        """Let an error name the URL, and not a folder of the cache and what to do with it."""
+        try:
+            yield
+        except DatabaseRefused as error:
+            reason = str(error).partition(";")[0].replace(str(target), self.url)
+            raise DatabaseRefused(reason, field="database") from error
+
     def _download(self, pointer: Pointer, target: Path) -> Iterator[str]:
         """Download what is missing, and check every file."""
-        for name in pointer.files:
-            (target / name).parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         missing = pointer.bytes - sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
         free = shutil.disk_usage(target).free
         if missing > free:
@@ -288,8 +299,7 @@ class RemoteDatabase:
         done, shown = 0, 0.0
         with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="download") as pool:
             running = {
-                pool.submit(self._file, pointer.object_name(file), file, target / name): file
-                for name, file in pointer.files.items()
+                pool.submit(self._file, pointer, name, target): file for name, file in pointer.files.items()
             }
             try:
                 for finished in as_completed(running):
@@ -302,8 +312,11 @@ class RemoteDatabase:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _file(self, name: str, file: PushedFile, path: Path) -> None:
+    def _file(self, pointer: Pointer, path_in: str, target: Path) -> None:
         """Download the rest of a file, and check it. A file that is not right is removed."""
+        file, path = pointer.files[path_in], target / path_in
+        name = pointer.object_name(file)
+        path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         stored = self._store.about(name)
         if stored.bytes != file.bytes:
             raise CorruptDatabase(

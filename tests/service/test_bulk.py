@@ -397,8 +397,11 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     other = read_checkpoint(write_sentence_transformer(tmp_path / "texts-other", seed=1))
     for options, words in (
         (embed_arguments(other, source, output), "was begun with model fingerprint"),
-        ((*arguments, "--batch-tokens", 99), "was begun with --batch-tokens 1024, not 99"),
-        ((*arguments, "--dimensions", 8), "was begun with --dimensions None, not 8"),
+        (
+            (*arguments, "--batch-tokens", 99),
+            "was begun with --batch-tokens 1024, not with --batch-tokens 99",
+        ),
+        ((*arguments, "--dimensions", 8), "was begun without --dimensions, not with --dimensions 8"),
     ):
         one_line(run(*options), words, "remove this file to begin again")
     good = source.read_bytes()

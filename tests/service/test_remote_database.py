@@ -227,7 +227,11 @@ def test_what_is_missing_short_changed_or_of_another_model_is_refused_with_url_a
     store.fail = lambda _method, path: 403 if path == name else None
     refused(secret, tmp_path, tiny_checkpoint, "access is refused")
     store.fail = lambda _method, _path: None
-    refused(secret, tmp_path, tiny_classifier_checkpoint, url, "fingerprint")
+    before = len(store.requests)
+    for _ in range(2):
+        refused(secret, tmp_path / "other", tiny_classifier_checkpoint, url, "fingerprint")
+    (read,) = (path for method, path in store.requests[before:] if method == "GET" and POINTER not in path)
+    assert pointer["files"]["manifest.json"]["sha256"] in read
     good = store.objects[f"/bucket/a/{POINTER}"]
     for path in ("../../outside", "/etc/x", "maps/../x", ".renewal"):
         bad = pointer | {"files": pointer["files"] | {path: {"bytes": 1, "sha256": "0" * 64}}}

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import chain
+from itertools import chain, count, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from command_line import PRIVATE, model_arguments, run, succeeded
 from core_models import random_text
 from store_server import object_store
 
-from service.bulk import shards
+from attncache_core import InvalidInput
+from service.bulk import cluster, shards
 from service.bulk.sharded import MANIFEST, OPTIONS
 from service.bulk.shards import Shard, plan
 
@@ -154,7 +156,7 @@ def test_file_that_changes_while_it_is_read_is_never_mixed(
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        (("--dimensions", 16), "--dimensions"),
+        (("--dimensions", 16), "begun without --dimensions, not with --dimensions 16"),
         (("--batch-tokens", 8), "--batch-tokens"),
         (("--column", "body"), "has no column 'body'"),
         (("--shard", "4/3"), "3/100"),
@@ -179,21 +181,101 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     for inputs, word in ((tmp_path / "nowhere", "cannot be opened"), (folder / "x*", "no .parquet file")):
         assert word in embed(tiny_checkpoint, inputs, output).stderr
     assert "no row" in embed(tiny_checkpoint, tmp_path / "empty", output).stderr
+    with object_store() as store:
+        store.objects["/bucket/0.parquet"] = (folder / "0.parquet").read_bytes()
+        succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
+        store.has_etags = False
+        assert "has no ETag" in embed(tiny_checkpoint, store.http % "0.parquet", output).stderr
+    for secret in (f"s3://user:{PRIVATE}@bucket/in", f"s3://bucket/in?aws_secret_access_key={PRIVATE}"):
+        for arguments in ((secret, output), (folder, secret)):
+            ended = embed(tiny_checkpoint, *arguments, "--ray", "auto")
+            assert "bucket/in is given with a user or a query" in ended.stderr
+            assert PRIVATE not in ended.output
     monkeypatch.setitem(sys.modules, "ray", None)
     ended = embed(tiny_checkpoint, folder, output, "--ray", "auto")
     assert "attncache[ray]" in ended.stderr
     assert ended.exit_code == 2
 
 
-def test_shards_of_a_row_group_are_planned_one_by_one(tmp_path):
+def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     write(tmp_path / "a.parquet", ["x"] * 50, rows=20)
-    planned = list(plan([str(tmp_path)], "text"))
+    planned = list(plan([str(tmp_path), f"{tmp_path}/a.parquet", f"{tmp_path}/*"], "text"))
     assert all(isinstance(shard, Shard) for shard in planned)
     assert [(shard.group, shard.first, shard.rows) for shard in planned] == [
         *((0, 0, 8), (0, 8, 8), (0, 16, 4)),
         *((1, 0, 8), (1, 8, 8), (1, 16, 4)),
         *((2, 0, 8), (2, 8, 2)),
     ]
+
+
+class Actor:
+    def __init__(self, ray):
+        self.start = SimpleNamespace(remote=ray.start)
+        self.attempt = SimpleNamespace(remote=lambda *_: ray.call(None))
+
+
+class RayOfStarts:
+    """A cluster of two nodes whose calls end at once. starts: what the start of each actor ends in."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, starts):
+        self.starts, self.started, self.outcomes = iter(starts), 0, {}
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": 1}}] * 2
+
+    def remote(self, _kind):
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Actor(self)))
+
+    def start(self):
+        self.started += 1
+        return self.call(next(self.starts))
+
+    def call(self, outcome):
+        self.outcomes[call := object()] = outcome
+        return call
+
+    def wait(self, calls, **_):
+        return calls, []
+
+    def get(self, call):
+        outcome = self.outcomes.pop(call)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+QUOTED = f'Ray says\n  File "a.py", line 3, in load\n    x = 1\nModuleNotFoundError: {PRIVATE}'
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "most"),
+    [
+        ((None, "there is no model"), ["there is no model"], 4),
+        (RuntimeError(QUOTED), ['File "a.py", line 3, in load', "ModuleNotFoundError"], 4),
+        (RuntimeError(f"killed {PRIVATE}"), ["RuntimeError"], 10),
+    ],
+)
+def test_actors_that_do_not_start_end_the_run_with_the_reason_or_are_logged_once(
+    end, words, most, monkeypatch, caplog
+):
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=count().__next__))
+    bad = RayOfStarts(repeat(end))
+    with pytest.raises(InvalidInput, match="no actor can start") as raised:
+        cluster.RayWorkers(bad, None, None).options()
+    assert all(word in str(raised.value) for word in words)
+    assert bad.started == most
+    caplog.clear()
+    one_good = RayOfStarts(chain([end, ({}, None)], repeat(end)))
+    workers = cluster.RayWorkers(one_good, None, None)
+    workers.options()
+    due = ((number, str(number)) for number in range(2000))
+    assert len(list(workers.computed(due))) == 2000
+    assert 3 <= one_good.started < 50
+    (line,) = caplog.messages
+    assert all(word in line for word in words)
+    assert PRIVATE not in f"{line} {raised.value}"
 
 
 def cluster_of(nodes):

@@ -258,13 +258,7 @@ class AttentionDatabase:
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:
         """Raise DatabaseRefused unless the database was built for the model with this fingerprint."""
-        if self.manifest.fingerprint != fingerprint:
-            raise DatabaseRefused(
-                f"database {self.folder} was built for {self.manifest.model} with fingerprint "
-                f"{self.manifest.fingerprint[:12]}, and model {model} has {fingerprint[:12]} (other weights, "
-                "quantisation, tokenizer, architecture or layers dropped); build a database for this model",
-                field="database",
-            )
+        self.manifest.require_fingerprint(self.folder, fingerprint, model)
 
     def require_width(self, hidden_size: int) -> None:
         """Raise DatabaseRefused unless the projector reads hidden states with this many numbers."""

@@ -89,6 +89,16 @@ class Manifest:
         if any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads)):
             raise ValueError("a layer has more reused or stored heads than heads")
 
+    def require_fingerprint(self, folder: Path, fingerprint: str, model: str) -> None:
+        """Raise DatabaseRefused unless the database in `folder` was built for this model."""
+        if self.fingerprint != fingerprint:
+            raise DatabaseRefused(
+                f"database {folder} was built for {self.model} with fingerprint {self.fingerprint[:12]}, and "
+                f"model {model} has {fingerprint[:12]} (other weights, quantisation, tokenizer, architecture "
+                "or layers dropped); build a database for this model",
+                field="database",
+            )
+
     def write(self, folder: Path) -> None:
         """Write DIR/manifest.json."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
