@@ -27,6 +27,8 @@ from service.settings.reuse import OverflowWay
 _SINKS = 4
 # Of the room in the window, after a cut: several turns fit before the next one.
 _KEPT_SHARE = 0.5
+# The requests of so many turns are remembered. A request comes again within seconds, or never.
+_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +40,30 @@ class History:
     dropped: int = 0  # tokens that are cut
     # The salt of the keys and values that were truncated and not computed again; None: all are exact.
     namespace: bytes | None = None
-    request: str | None = None  # a digest of the id of the request that came last
+    requests: tuple[str, ...] = ()  # digests of the ids of the requests that the last turns came with
 
     @classmethod
     def read(cls, content: bytes) -> History:
-        """Return the history that `written` has made these bytes of."""
+        """Return the history that `written` has made these bytes of. Raises ValueError for other bytes."""
         header, _, ids = content.partition(b"\n")
-        lengths, sinks, dropped, namespace, request = orjson.loads(header)
-        tokens = array("i", ids)
-        ends = list(accumulate(lengths, initial=0))
-        turns = tuple(tokens[first:last] for first, last in pairwise(ends))
-        return cls(turns, sinks, dropped, None if namespace is None else bytes.fromhex(namespace), request)
+        try:
+            lengths, sinks, dropped, namespace, requests = orjson.loads(header)
+            tokens = array("i", ids)
+            ends = list(accumulate(lengths, initial=0))
+            turns = tuple(tokens[first:last] for first, last in pairwise(ends))
+            salt = None if namespace is None else bytes.fromhex(namespace)
+            history = cls(turns, sinks, dropped, salt, tuple(requests))
+            is_whole = ends[-1] == len(tokens) and history.written() == content
+        except TypeError as error:
+            raise ValueError("the bytes are no history") from error
+        if not is_whole:
+            raise ValueError("the bytes are no history")
+        return history
 
     def written(self) -> bytes:
         """Return the history as bytes: a line of JSON, and the token ids of all turns."""
         namespace = None if self.namespace is None else self.namespace.hex()
-        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace, self.request])
+        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace, self.requests])
         return b"\n".join((header, b"".join(turn.tobytes() for turn in self.turns)))
 
     @property
@@ -66,24 +76,39 @@ class History:
         ids = [token for turn in self.turns for token in turn]
         return ids[: self.sinks] + ids[self.sinks + self.dropped :]
 
-    def followed_by(self, turn: array[int]) -> History:
-        """Return this history with one more turn."""
-        return replace(self, turns=(*self.turns, turn))
+    def followed_by(self, turn: array[int], request: str) -> History:
+        """Return this history with one more turn, which came with a request."""
+        requests = (*self.requests, request)[-_REMEMBERED:]
+        return replace(self, turns=(*self.turns, turn), requests=requests)
 
-    def edited(self, turns: Iterable[array[int]], room: int) -> History:
-        """Return the history with these turns instead.
+    def after(self, request: str, turn: array[int]) -> History | None:
+        """Return this history as it was after a request; None if this turn did not come with the request.
+
+        If several turns came with the id, it names no request, and only the last turn can come again.
+        """
+        first = len(self.turns) - len(self.requests)
+        numbers = [number for number, known in enumerate(self.requests, first + 1) if known == request]
+        if not numbers or self.turns[numbers[-1] - 1] != turn:
+            return None
+        if numbers[-1] == len(self.turns):
+            return self
+        # More turns have followed, and what was cut then is not known any more.
+        return History(self.turns[: numbers[-1]]) if len(numbers) == 1 else None
+
+    def edited(self, turns: Iterable[array[int]], room: int, request: str = "") -> History:
+        """Return the history with these turns instead, the last of which came with a request.
 
         The cut stays where it is if the turns agree with the former turns until there, and if they would not
         fit into `room` tokens without a cut.
         """
-        following = History(tuple(turns))
+        following = History(tuple(turns), requests=(request,) if request else ())
         common = 0  # tokens of the turns in front that are equal
         for former, turn in zip(self.turns, following.turns, strict=False):
             if former != turn:
                 break
             common += len(turn)
         if following.tokens > room and 0 < self.sinks + self.dropped <= common:
-            return replace(self, turns=following.turns)
+            return replace(self, turns=following.turns, requests=following.requests)
         return following
 
 
@@ -100,16 +125,17 @@ class Conversation:
         *,
         truncate: bool,
         overflow: OverflowWay,
-        request: str | None = None,
+        request: str = "",
     ) -> None:
         """history: before the request. turns: the new turn if `field` is append, else all turns.
 
         truncate: whether a new turn that is too long by itself may be cut too. request: a digest of the
-        request's id. If the history ends with this turn of this request, the request came before, and was
-        perhaps not answered: the turn is not added again.
+        request's id. If a turn of the history came with this request, the request came before, and was
+        perhaps not answered: it is answered, and the history stays as it is.
         """
         self.field = field
-        self.following = history  # what `history` becomes if the request succeeds; set by `tokenize`
+        # Set by `tokenize`: what `history` becomes if the request succeeds, and what the answer is about.
+        self.following = self.answered = history
         self.approximate = False  # whether truncated keys and values are used; set by `tokenize`
         self._history = history
         self._turns = turns
@@ -125,7 +151,7 @@ class Conversation:
     @property
     def kept_tokens(self) -> int:
         """The tokens of the conversation that are not cut, the new turn included."""
-        return self.following.tokens - self.following.dropped
+        return self.answered.tokens - self.answered.dropped
 
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
@@ -136,13 +162,10 @@ class Conversation:
         """
         frame = engine.tokenizer.frame(prompt)
         turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
-        if self.field == "transcript":
-            whole = self._history.edited(turns, frame.room)
-        elif self._request and self._history.request == self._request and self._history.turns[-1] == turns[0]:
-            whole = self._history
-        else:
-            whole = self._history.followed_by(*turns)
-        whole = replace(whole, request=self._request)
+        before = self._history.after(self._request, turns[-1]) if self._request else None
+        if before is not None and self.field == "transcript" and before.turns != tuple(turns):
+            before = None
+        whole = before or self._followed(turns, frame.room)
         following, kept = whole, whole.kept()
         if len(kept) > frame.room:
             self._require_cutting(len(turns[-1]), frame.room)
@@ -150,11 +173,17 @@ class Conversation:
             namespace = self._truncated(engine, prompt, frame, salt, whole, following)
             following = replace(following, namespace=namespace)
             kept = following.kept()
-        self.following = following
+        self.answered = following
+        self.following = self._history if before is not None else following
         self.approximate = salt is not None and following.namespace is not None
         sequences = continued([frame.around(kept)], prompt.sequence_plans, max_total_tokens)
         own_salt = following.namespace if self.approximate else salt
         yield Tokenized(sequences, own_salt, passing=len(frame.after))
+
+    def _followed(self, turns: Sequence[array[int]], room: int) -> History:
+        if self.field == "transcript":
+            return self._history.edited(turns, room, self._request)
+        return self._history.followed_by(turns[0], self._request)
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Literal
 
 from attncache_core.reuse.kv.capacity import DistinctSessions
 from service.conversations.conversation import History
@@ -24,6 +25,8 @@ from service.errors import QueueFull, StoreUnavailable
 from service.store import Store
 
 Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the sessions of another salt
+# What has become of a history: kept, dropped, or not kept because the session has another one meanwhile.
+Kept = Literal["kept", "dropped", "changed"]
 # Room for 16 million tokens.
 CAPACITY_BYTES = 64 * 2**20
 # One session may have this share of the capacity, so that it does not push out all others.
@@ -154,10 +157,10 @@ class Sessions:
             await self._histories.put(key, None)
             self._outdated.pop(key, None)
 
-    async def keep(self, session: Session, before: bytes | None, history: History) -> bool:
+    async def keep(self, session: Session, before: bytes | None, history: History) -> Kept:
         """Keep what the history of a session has become. Counts as an access.
 
-        before: what `history` has returned. A history that is too long is dropped. Returns False if the
+        before: what `history` has returned. A history that is too long is dropped. It is not kept if the
         session has another history than `before` meanwhile. Raises StoreUnavailable.
         """
         key, content = _name_of(session), history.written()
@@ -166,9 +169,12 @@ class Sessions:
         self._distinct.used(hash(session))
         set_if = self._histories.compare_and_set
         # The history of before may have been dropped meanwhile.
-        return await set_if(key, before, kept, self._ttl_seconds) or (
+        is_set = await set_if(key, before, kept, self._ttl_seconds) or (
             before is not None and await set_if(key, None, kept, self._ttl_seconds)
         )
+        if not is_set:
+            return "changed"
+        return "dropped" if kept is None else "kept"
 
 
 def _name_of(session: Session) -> str:

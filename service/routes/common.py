@@ -44,6 +44,7 @@ PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
 CACHED_TOKENS_HEADER = "X-AttnCache-Cached-Tokens"
 REPEATED_HEADER = "X-AttnCache-Repeated"
 HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
+SESSION_HEADER = "X-AttnCache-Session"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
 _TEXT = re.compile(r"inputs\[(\d+)\]")
@@ -90,6 +91,12 @@ ANSWER_HEADERS = {
         "description": "Number of tokens of the session's conversation that the answer is about, of all its "
         "tokens. Only if the conversation did not fit into the model's window and was cut.",
         "schema": {"type": "string", "examples": ["250/612"]},
+    },
+    SESSION_HEADER: {
+        "description": "dropped, if the session's history could not be kept. Then the client sends the next "
+        "turn with the whole conversation, as transcript, because an append might be answered about an older "
+        "history.",
+        "schema": {"type": "string", "enum": ["dropped"]},
     },
     APPROXIMATE_HEADER: {
         "description": "Why the answer may differ from the full model's, one or several of: truncated (the "
@@ -284,8 +291,8 @@ def _of_segments(result: RequestResult) -> str:
 def _of_conversation(conversation: Conversation) -> dict[str, str]:
     """Return the headers that say how the answer differs from an answer about the whole conversation."""
     headers = {}
-    if conversation.following.dropped:
-        headers[HISTORY_TOKENS_HEADER] = f"{conversation.kept_tokens}/{conversation.following.tokens}"
+    if conversation.answered.dropped:
+        headers[HISTORY_TOKENS_HEADER] = f"{conversation.kept_tokens}/{conversation.answered.tokens}"
     if conversation.approximate:
         headers[APPROXIMATE_HEADER] = "truncated"
     return headers

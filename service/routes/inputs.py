@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from service.batching.segments import DividedTexts, Segments
 from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History
-from service.conversations.sessions import Session, Sessions
+from service.conversations.sessions import Kept, Session, Sessions
 from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession
-from service.routes.common import check_count
+from service.routes.common import SESSION_HEADER, check_count
 from service.schemas import InferenceRequest
 from service.state import Serving
 from service.web.call import Answer, Call
 
 # While a request of the session is computed in another process.
 _LOCKED_SECONDS = 0.005
+_HISTORY_DROPPED = SESSION_HEADER.encode(), b"dropped"
 _Field = Literal["append", "transcript"]
 
 
@@ -75,7 +76,10 @@ async def _turn_answered(
             source = conversation(_history(stored, field))
             with _names(field):
                 answer = await compute(source)
-            if await _is_kept(sessions, session, stored, source):
+            kept = await _kept(sessions, session, stored, source)
+            if kept == "dropped":
+                return answer._replace(headers=(*answer.headers, _HISTORY_DROPPED))
+            if kept == "kept":
                 return answer
     finally:
         try:
@@ -96,14 +100,13 @@ async def _stored(sessions: Sessions, session: Session, field: _Field) -> bytes 
         return None
 
 
-async def _is_kept(
+async def _kept(
     sessions: Sessions, session: Session, stored: bytes | None, conversation: Conversation
-) -> bool:
-    """Keep what the history has become; return False if another one than `stored` is there meanwhile.
+) -> Kept:
+    """Keep what the history has become, if `stored` is still there.
 
     If the shared store cannot be used, a transcript is answered all the same, and what the store has of the
-    session is outdated. If there was no history, the client is told at the next turn that there is none.
-    Raises StoreUnavailable.
+    session is outdated. Raises StoreUnavailable.
     """
     try:
         return await sessions.keep(session, stored, conversation.following)
@@ -113,7 +116,7 @@ async def _is_kept(
             raise
         if is_shared:
             sessions.outdate(session)
-        return True
+        return "dropped"
 
 
 def segments_of(
@@ -200,14 +203,21 @@ def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:
 
 
 def _history(stored: bytes | None, field: _Field) -> History:
-    """Return the stored history of a session. Raises UnknownSession if there is none to append to."""
-    if stored is None and field == "append":
+    """Return the stored history of a session. Raises UnknownSession if there is none to append to.
+
+    What cannot be read, such as the history of another version, is no history. The next one replaces it.
+    """
+    history: History | None = None
+    if stored is not None:
+        with suppress(ValueError):
+            history = History.read(stored)
+    if history is None and field == "append":
         raise UnknownSession(
             "the server has no history of this session, or the history has expired; send the whole "
             "conversation as transcript",
             field="session_id",
         )
-    return History() if stored is None else History.read(stored)
+    return History() if history is None else history
 
 
 @contextmanager

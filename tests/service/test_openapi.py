@@ -40,6 +40,7 @@ def test_inference_routes_document_body_header_answer_and_errors(description, pa
         "X-AttnCache-Cached-Tokens",
         "X-AttnCache-Repeated",
         "X-AttnCache-History-Tokens",
+        "X-AttnCache-Session",
         "X-AttnCache-Approximate",
         "X-AttnCache-Segments",
         "X-AttnCache-Model",

@@ -109,6 +109,35 @@ async def test_append_that_comes_again_is_answered_and_not_appended_twice(valkey
         assert_is_about(await turn(first, "two", append="c"), "abcc")
 
 
+@pytest.mark.parametrize("again", [{"append": "b"}, {"transcript": ["a", "b"]}])
+async def test_turn_that_comes_again_behind_a_later_one_is_answered_as_before_and_changes_nothing(
+    valkey, again
+):
+    async with machines(valkey.url, FakeEngine(), FakeEngine()) as (first, second):
+        await turn(first, transcript="a")
+        await turn(first, "one", **again)
+        await turn(second, "two", append="c")
+        assert_is_about(await turn(second, "one", **again), "ab")
+        assert_is_about(await turn(first, "one", append="x"), "abcx")
+        # The id names two turns now, so none of them can be meant.
+        assert_is_about(await turn(first, "two", append="c"), "abc")
+        assert_is_about(await turn(first, "three", append="d"), "abcxd")
+        assert_is_about(await turn(first, "one", append="x"), "abcxdx")
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"[", b"[[9],0,0,null,[]]", b"[[1],0,0,null]", b"[1,0,0,null,[]]", b"[[1],0,0,[],[]]"]
+)
+async def test_history_that_cannot_be_read_is_unknown_and_a_transcript_replaces_it(valkey, header):
+    async with machines(valkey.url, FakeEngine()) as (server,):
+        await turn(server, transcript="a")
+        (name,) = [name for name in valkey.ask("KEYS", "*") if b"session" in name]
+        valkey.ask("SET", name, header + b"\n\1\0\0\0")
+        assert (await turn(server, append="b")).status_code == 404
+        assert_is_about(await turn(server, transcript="b"), "b")
+        assert_is_about(await turn(server, append="c"), "bc")
+
+
 async def test_turns_that_race_on_two_machines_are_each_answered_behind_the_other_ones(valkey):
     letters = "bcdefghijklm"
     async with machines(valkey.url, FakeEngine(), FakeEngine()) as servers:
@@ -147,7 +176,9 @@ async def test_without_the_store_transcripts_are_answered_and_nothing_goes_on_wi
         away()
         started = time.monotonic()
         assert_is_away(await turn(first, append="c"))
-        assert_is_about(await turn(first, transcript=["a", "c"]), "ac")
+        dropped = await turn(first, transcript=["a", "c"])
+        assert_is_about(dropped, "ac")
+        assert dropped.headers["X-AttnCache-Session"] == "dropped"
         assert (await first.post("/embed", json={"inputs": "x"})).status_code == 200
         assert time.monotonic() - started < 30
         values = samples((await first.get("/metrics")).text)
@@ -157,7 +188,9 @@ async def test_without_the_store_transcripts_are_answered_and_nothing_goes_on_wi
         # The store has a history that the transcript has outdated, and no machine goes on with it.
         await until(lambda: known_to_nobody(first))
         assert (await turn(second, append="d")).status_code in (404, 503)
-        assert_is_about(await turn(first, transcript=["a", "d"]), "ad")
+        kept = await turn(first, transcript=["a", "d"])
+        assert_is_about(kept, "ad")
+        assert "X-AttnCache-Session" not in kept.headers
         assert_is_about(await turn(second, append="e"), "ade")
     told = [record for record in caplog.records if "cannot be used: there is no" in record.getMessage()]
     assert 1 <= len(told) <= 3  # each outage once, for sessions with quotas, on each machine
