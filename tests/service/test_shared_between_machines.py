@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -42,6 +43,7 @@ def patience(monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(findings, "_PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 2.0)
     monkeypatch.setattr("service.state._LOOK_SECONDS", 0.05)
 
 
@@ -385,6 +387,61 @@ async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, fol
             engine.close()
 
 
+def answer_in_drops(listener, answer, is_dropped):
+    """Answer one client after the other, a byte at a time."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            try:
+                while asked := connection.recv(2**16):
+                    for byte in b"+OK\r\n" if b"SETINFO" in asked else answer:
+                        connection.sendall(bytes([byte]))
+                        if b"SETINFO" not in asked:
+                            time.sleep(0.005)
+            except OSError:
+                is_dropped.set()
+
+
+@pytest.mark.parametrize("question", ["heads", "get"])
+async def test_an_answer_that_comes_in_drops_is_not_waited_for(question, monkeypatch):
+    monkeypatch.setattr(blocks, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(blocks, "_VALUE_SECONDS", 0.2)
+    is_dropped = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answer = b"$400\r\n" + bytes(400) + b"\r\n"  # takes two seconds, and no part takes long
+        threading.Thread(target=answer_in_drops, args=(listener, answer, is_dropped), daemon=True).start()
+        shared = blocks.SharedBlocks(SharedAddress.parse(f"valkey://127.0.0.1:{listener.getsockname()[1]}/0"))
+        with pytest.raises(OSError, match="no answer in time"):
+            shared.heads(["a"], 400) if question == "heads" else shared.get("a")
+        assert await asyncio.to_thread(is_dropped.wait, 30)
+        with pytest.raises(OSError, match="did not answer before"):
+            shared.contains("a")
+        listener.shutdown(socket.SHUT_RDWR)
+        shared.close()
+
+
+async def test_a_name_that_is_looked_up_for_too_long_holds_up_no_question(valkey, monkeypatch):
+    may_resolve, resolve = threading.Event(), socket.getaddrinfo
+
+    def resolve_late(*arguments):
+        may_resolve.wait(20)
+        return resolve(*arguments)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 0.25)
+    shared = blocks.SharedBlocks(SharedAddress.parse(valkey.url))
+    with pytest.raises(OSError, match="no answer in time"):
+        shared.heads(["a"], 1)
+    may_resolve.set()
+
+    async def is_back():
+        with contextlib.suppress(OSError):
+            return await asyncio.to_thread(shared.heads, ["a"], 1) == [b""]
+
+    await until(is_back)
+    shared.close()
+
+
 # Security, and the start.
 
 
@@ -496,6 +553,10 @@ async def test_certificate_and_name_of_the_store_are_checked(encrypted, monkeypa
     async with machines(url, FakeEngine(), FakeEngine()) as (first, second):
         assert_is_about(await turn(first, transcript="a"), "a")
         assert_is_about(await turn(second, append="b"), "ab")
+    shared, block = blocks.SharedBlocks(SharedAddress.parse(url)), os.urandom(600_000)
+    shared.put("a", block)
+    assert (shared.get("a"), shared.heads(["a", "b"], 9)) == (block, [block[:9], b""])
+    shared.close()
     assert "cannot be used" not in caplog.text
 
 

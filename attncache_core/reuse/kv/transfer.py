@@ -266,7 +266,12 @@ class Transfers:
             self._loads.put(self._prefetch_one)
 
     def wait(self, loading: Loading) -> None:
-        """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved."""
+        """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved.
+
+        Nobody gives up here, because the thread still writes into the places of the blocks. What loads from
+        other machines gives up by itself: no value is asked for some seconds after its block was opened, and
+        BlockValues bounds each question.
+        """
         started = time.perf_counter()
         loading.done.wait()
         self.counts.stall_seconds += time.perf_counter() - started
