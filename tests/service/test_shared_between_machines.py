@@ -300,6 +300,25 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
         await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
 
 
+async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_was_away_at_its_start(
+    valkey, tmp_path
+):
+    engines = [FakeEngine(folder=tmp_path / name) for name in ("first", "second")]
+    for engine in engines:
+        engine.map_reuse._served._folder.mkdir()
+        engine.map_reuse._served.shared = findings.FindingsOfAll(Settings(shared=valkey.url).shared_address)
+    first, second = (engine.map_reuse for engine in engines)
+    valkey.kill()
+    first.keep_verified({})
+    assert first.reuse_off
+    async with machines(valkey.url, engines[0], verify_rate=0):
+        valkey.start()
+        await until(lambda: asyncio.to_thread(lambda: not first.reuse_off))
+        second.tighten(0)
+        second.keep_verified({})
+        await until(lambda: asyncio.to_thread(lambda: first.policy == second.policy))
+
+
 # Keys and values.
 
 
