@@ -208,6 +208,11 @@ class ServiceState:
         self.watchdog.stop()
         if self._of_all is not None:
             await self._of_all.close()
+        if self.settings.shares("findings") and (address := self.settings.shared_address):
+            # Here, because without --shared nothing of it is imported.
+            from service.shared.findings import findings_of_all
+
+            await asyncio.to_thread(findings_of_all(address).close)
 
     async def _look_at_other_machines(self) -> None:
         if self._serving is not None and self.settings.shares("findings"):

@@ -319,6 +319,24 @@ async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_wa
         await until(lambda: asyncio.to_thread(lambda: first.policy == second.policy))
 
 
+async def test_engines_of_a_server_ask_for_findings_over_one_connection_which_ends_with_the_server(
+    valkey, tiny_checkpoint, tiny_database
+):
+    given = {"shared": valkey.url, "shared_uses": "findings", "min_gain": 0}
+    settings = Settings(database=tiny_database, dtype="float32", **given)
+    async with machines(valkey.url, FakeEngine(), shared_uses="findings"):
+        for _ in range(2):
+            engine = load_engine(settings, tiny_checkpoint)
+            engine.map_reuse._served.shared.change("policy", lambda _: b"")
+        assert connections(valkey) == 1
+    await until(lambda: asyncio.to_thread(lambda: connections(valkey) == 0))
+
+
+def connections(valkey):
+    """The connections to the server, without the one that asks."""
+    return valkey.ask("CLIENT", "LIST").count(b"laddr=") - 1
+
+
 # Keys and values.
 
 
