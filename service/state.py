@@ -206,10 +206,15 @@ class ServiceState:
         self.watchdog.stop()
         if self._of_all is not None:
             await self._of_all.close()
+        if self.settings.shares("findings") and (address := self.settings.shared_address):
+            # Here, because without --shared nothing of it is imported.
+            from service.shared.findings import findings_of_all
+
+            await asyncio.to_thread(findings_of_all(address).close)
 
     async def _look_at_other_machines(self) -> None:
-        if self._serving is not None and self._serving.batcher.verifier is not None:
-            await asyncio.to_thread(self._serving.batcher.verifier.exchange)
+        if self._serving is not None and self.settings.shares("findings"):
+            await asyncio.to_thread(_exchange_findings, self._serving)
         await self.sessions.remove_outdated()
 
     def _reload_keys(self) -> None:
@@ -307,6 +312,14 @@ class ServiceState:
             logger.warning("the engine that serves could not be replaced: %s", error)
         elif self._on_failure is not None:
             self._on_failure(error)
+
+
+def _exchange_findings(serving: Serving) -> None:
+    """Exchange findings with servers on other machines, also if no map is verified here."""
+    if isinstance(verifier := serving.batcher.verifier, Verifier):
+        verifier.exchange()
+    elif serving.engine.map_reuse is not None:
+        serving.engine.map_reuse.keep_verified({})
 
 
 def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:

@@ -192,9 +192,9 @@ def prepare_reuse(engine: PrefillEngine, settings: Settings) -> None:
     """Let an engine reuse maps where the gain is known to suffice, and blend chunks as the gate allows."""
     if engine.map_reuse:
         if settings.shares("findings") and (address := settings.shared_address):
-            from service.shared.findings import FindingsOfAll
+            from service.shared.findings import findings_of_all
 
-            engine.map_reuse.share_findings(FindingsOfAll(address))
+            engine.map_reuse.share_findings(findings_of_all(address))
         if settings.verify_rate or settings.shares("findings"):
             # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
             engine.map_reuse.keep_verified({})

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import valkey
@@ -117,16 +120,23 @@ class Client:
 class BlockingClient:
     """Asks from any thread."""
 
-    def __init__(self, address: SharedAddress, circuit: Circuit, patience_seconds: float) -> None:
-        """patience_seconds: for each part of an answer."""
+    def __init__(
+        self,
+        address: SharedAddress,
+        circuit: Circuit,
+        patience_seconds: float,
+        part_seconds: float | None = None,
+    ) -> None:
+        """patience_seconds: for a question. part_seconds: for each part of the answer; None: as long."""
         self._circuit = circuit
-        kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
+        self._patience = _Patience(part_seconds or patience_seconds, patience_seconds)
         self._pool = valkey.BlockingConnectionPool(  # type: ignore[no-untyped-call]
-            connection_class=kind,
-            timeout=patience_seconds,
+            connection_class=_EncryptedConnection if address.is_encrypted else _BoundedConnection,
+            timeout=part_seconds or patience_seconds,
             max_connections=_MAX_CONNECTIONS,
-            socket_timeout=patience_seconds,
+            socket_timeout=_CONNECT_SECONDS,
             socket_connect_timeout=_CONNECT_SECONDS,
+            patience=self._patience,
             **_options(address),
         )
         self._server = valkey.Valkey(connection_pool=self._pool)
@@ -135,6 +145,7 @@ class BlockingClient:
         """Return the answer to a question to the server. Raises OSError."""
         if not self._circuit.may_ask():
             raise OSError("it did not answer before")
+        self._patience.begin()
         try:
             answer = question(self._server)
         except _FAILURES as error:
@@ -147,6 +158,105 @@ class BlockingClient:
     def close(self) -> None:
         """End all connections."""
         self._pool.disconnect()
+
+
+class _Patience(threading.local):
+    """How long the question of a thread may still wait. Its time begins when its first byte is sent."""
+
+    def __init__(self, part_seconds: float, whole_seconds: float) -> None:
+        self._of_questions = part_seconds, whole_seconds
+        self.begin()
+
+    def begin(self, *seconds: float) -> None:
+        """Begin a question. seconds: for each part and for all of it; none: those of questions."""
+        self._part, self._whole = seconds or self._of_questions
+        self._until: float | None = None
+
+    def left(self) -> float:
+        """Return how many seconds the next part may take. Raises TimeoutError if there are none."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self._whole
+        if now >= self._until:
+            raise TimeoutError
+        return min(self._part, self._until - now)
+
+
+class _BoundedSocket:
+    """A socket that waits no longer than a patience lasts. valkey's bound holds for each part alone."""
+
+    def __init__(self, connected: socket.socket, patience: _Patience) -> None:
+        self._socket, self._patience = connected, patience
+        self._polls = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Wait not at all, or as long as the patience lasts."""
+        self._polls = seconds == 0
+
+    def recv(self, size: int) -> bytes:
+        """Return the next part."""
+        self._bound()
+        return self._socket.recv(size)
+
+    def recv_into(self, buffer: bytearray) -> int:
+        """Read the next part, as libvalkey does where it is installed."""
+        self._bound()
+        return self._socket.recv_into(buffer)
+
+    def sendall(self, content: bytes) -> None:
+        """Send everything."""
+        rest = memoryview(content)
+        while rest:
+            self._bound()
+            rest = rest[self._socket.send(rest) :]
+
+    def _bound(self) -> None:
+        self._socket.settimeout(0.0 if self._polls else self._patience.left())
+
+
+class _BoundedConnection(valkey.Connection):
+    """A connection of which nothing takes longer than a patience lasts."""
+
+    def __init__(self, patience: _Patience, **options: Any) -> None:
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+        self._patience = patience
+
+    def connect(self) -> None:
+        """Connect and log in, unless that was done. The patience for the question begins afterwards."""
+        if self._sock is None:
+            self._patience.begin(_CONNECT_SECONDS, _CONNECT_SECONDS)
+            super().connect()  # type: ignore[no-untyped-call]
+            self._patience.begin()
+
+    def _connect(self) -> _BoundedSocket:
+        # In another thread, because nothing bounds how long a name is looked up.
+        made: Future[socket.socket] = Future()
+        connect: Callable[[], socket.socket] = super()._connect
+
+        def work() -> None:
+            try:
+                made.set_result(connect())
+            except Exception as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="shared-connect", daemon=True).start()
+        try:
+            return _BoundedSocket(made.result(self._patience.left()), self._patience)
+        except TimeoutError:
+            made.add_done_callback(_close_late)
+            raise
+
+
+class _EncryptedConnection(_BoundedConnection, valkey.SSLConnection):
+    """The same with TLS."""
+
+
+def _close_late(made: Future[socket.socket]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from service.settings.cluster import SharedAddress
@@ -32,6 +33,16 @@ class FindingsOfAll:
             )
 
         self._client.ask(question)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._client.close()
+
+
+@cache
+def findings_of_all(address: SharedAddress) -> FindingsOfAll:
+    """Return what all engines of this process share: they replace each other, and one server has one store."""
+    return FindingsOfAll(address)
 
 
 def _set(pipeline: Any, name: str, change: Callable[[bytes | None], bytes]) -> None:

@@ -85,7 +85,7 @@ class Verifier(LaterVerifier[_Hit]):
             self._keep(_PATIENCE_SECONDS)
 
     def exchange(self) -> None:
-        """See LaterVerifier."""
+        """Exchange findings with servers on other machines. Waits while hits are verified."""
         with self._verifying:
             self._keep()
 

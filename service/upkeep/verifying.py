@@ -87,9 +87,6 @@ class LaterVerifier(ABC, Generic[H]):
     def _verify(self, hits: list[H]) -> None:
         """Compute hits in full, and tighten the policy if they fail the budget."""
 
-    def exchange(self) -> None:
-        """Exchange findings with servers on other machines. Waits while hits are verified."""
-
     @property
     def has_work(self) -> bool:
         """Whether hits are pending and the verifier has not been stopped."""

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -42,6 +43,7 @@ def patience(monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(findings, "_PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 2.0)
     monkeypatch.setattr("service.state._LOOK_SECONDS", 0.05)
 
 
@@ -331,6 +333,43 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
         await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
 
 
+async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_was_away_at_its_start(
+    valkey, tmp_path
+):
+    engines = [FakeEngine(folder=tmp_path / name) for name in ("first", "second")]
+    for engine in engines:
+        engine.map_reuse._served._folder.mkdir()
+        engine.map_reuse._served.shared = findings.FindingsOfAll(Settings(shared=valkey.url).shared_address)
+    first, second = (engine.map_reuse for engine in engines)
+    valkey.kill()
+    first.keep_verified({})
+    assert first.reuse_off
+    async with machines(valkey.url, engines[0], verify_rate=0):
+        valkey.start()
+        await until(lambda: asyncio.to_thread(lambda: not first.reuse_off))
+        second.tighten(0)
+        second.keep_verified({})
+        await until(lambda: asyncio.to_thread(lambda: first.policy == second.policy))
+
+
+async def test_engines_of_a_server_ask_for_findings_over_one_connection_which_ends_with_the_server(
+    valkey, tiny_checkpoint, tiny_database
+):
+    given = {"shared": valkey.url, "shared_uses": "findings", "min_gain": 0}
+    settings = Settings(database=tiny_database, dtype="float32", **given)
+    async with machines(valkey.url, FakeEngine(), shared_uses="findings"):
+        for _ in range(2):
+            engine = load_engine(settings, tiny_checkpoint)
+            engine.map_reuse._served.shared.change("policy", lambda _: b"")
+        assert connections(valkey) == 1
+    await until(lambda: asyncio.to_thread(lambda: connections(valkey) == 0))
+
+
+def connections(valkey):
+    """The connections to the server, without the one that asks."""
+    return valkey.ask("CLIENT", "LIST").count(b"laddr=") - 1
+
+
 # Keys and values.
 
 
@@ -416,6 +455,61 @@ async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, fol
             valkey.thaw()
         for engine in (first, store):
             engine.close()
+
+
+def answer_in_drops(listener, answer, is_dropped):
+    """Answer one client after the other, a byte at a time."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            try:
+                while asked := connection.recv(2**16):
+                    for byte in b"+OK\r\n" if b"SETINFO" in asked else answer:
+                        connection.sendall(bytes([byte]))
+                        if b"SETINFO" not in asked:
+                            time.sleep(0.005)
+            except OSError:
+                is_dropped.set()
+
+
+@pytest.mark.parametrize("question", ["heads", "get"])
+async def test_an_answer_that_comes_in_drops_is_not_waited_for(question, monkeypatch):
+    monkeypatch.setattr(blocks, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(blocks, "_VALUE_SECONDS", 0.2)
+    is_dropped = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answer = b"$400\r\n" + bytes(400) + b"\r\n"  # takes two seconds, and no part takes long
+        threading.Thread(target=answer_in_drops, args=(listener, answer, is_dropped), daemon=True).start()
+        shared = blocks.SharedBlocks(SharedAddress.parse(f"valkey://127.0.0.1:{listener.getsockname()[1]}/0"))
+        with pytest.raises(OSError, match="no answer in time"):
+            shared.heads(["a"], 400) if question == "heads" else shared.get("a")
+        assert await asyncio.to_thread(is_dropped.wait, 30)
+        with pytest.raises(OSError, match="did not answer before"):
+            shared.contains("a")
+        listener.shutdown(socket.SHUT_RDWR)
+        shared.close()
+
+
+async def test_a_name_that_is_looked_up_for_too_long_holds_up_no_question(valkey, monkeypatch):
+    may_resolve, resolve = threading.Event(), socket.getaddrinfo
+
+    def resolve_late(*arguments):
+        may_resolve.wait(20)
+        return resolve(*arguments)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 0.25)
+    shared = blocks.SharedBlocks(SharedAddress.parse(valkey.url))
+    with pytest.raises(OSError, match="no answer in time"):
+        shared.heads(["a"], 1)
+    may_resolve.set()
+
+    async def is_back():
+        with contextlib.suppress(OSError):
+            return await asyncio.to_thread(shared.heads, ["a"], 1) == [b""]
+
+    await until(is_back)
+    shared.close()
 
 
 # Security, and the start.
@@ -529,6 +623,10 @@ async def test_certificate_and_name_of_the_store_are_checked(encrypted, monkeypa
     async with machines(url, FakeEngine(), FakeEngine()) as (first, second):
         assert_is_about(await turn(first, transcript="a"), "a")
         assert_is_about(await turn(second, append="b"), "ab")
+    shared, block = blocks.SharedBlocks(SharedAddress.parse(url)), os.urandom(600_000)
+    shared.put("a", block)
+    assert (shared.get("a"), shared.heads(["a", "b"], 9)) == (block, [block[:9], b""])
+    shared.close()
     assert "cannot be used" not in caplog.text
 
 

@@ -92,6 +92,11 @@ class Loading:
         """The most tokens of the blocks that other machines have saved."""
         return BLOCK_TOKENS * sum(block.is_read_whole for block, _ in self.blocks)
 
+    @property
+    def part_bytes(self) -> int:
+        """The bytes of all parts in memory."""
+        return sum(part.nbytes for _, into in self.blocks for part in into)
+
 
 @dataclass
 class TransferCounts:
@@ -122,6 +127,10 @@ class Transfers:
         # Bytes of blocks in memory per second, from each tier; 0: not measured.
         self.load_speed = self.remote_speed = 0.0
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
+        self._learned_bytes, self._learned_seconds = (
+            0,
+            0.0,
+        )  # of what says how fast other machines' blocks load
         self._buffer = write_buffer_blocks
         self._closing = self._write_failed = False
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -204,9 +213,10 @@ class Transfers:
 
         part_bytes: of a block in memory. Some blocks of random content are written, read and removed. If
         there is no free room for them, the speed stays unknown, because no block is evicted to measure it.
+        While other machines' blocks cannot be had, their speed stays unknown too; see `_learn`.
         """
         parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
-        count = max(_MIN_MEASURED, min(_MAX_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
+        count = _measured_blocks(sum(part_bytes))
         names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]
         saved = self.quantized.encode(parts) if self.quantized else parts
         for tier in self.tiers:
@@ -231,8 +241,8 @@ class Transfers:
                 if blocks:
                     loading = Loading([(block, parts) for block in blocks], self.quantized)
                     loading.run()
-                    size = len(blocks) * sum(part.nbytes for part in parts)
-                    speed = 0.0 if loading.is_damaged else size / (time.perf_counter() - started)
+                    seconds = time.perf_counter() - started
+                    speed = 0.0 if loading.is_damaged else loading.part_bytes / seconds
         for name in names:
             with suppress(OSError):
                 tier.remove(name.key)
@@ -251,7 +261,18 @@ class Transfers:
         tokens = 0 if loading.is_damaged else loading.shared_tokens
         if self.remote is not None and 0 < tokens < seconds * self.prefill_speed:
             self.remote.rest("to load blocks takes longer than to compute them")
+        if not (self.remote_speed or loading.is_damaged):
+            self._learn(loading, seconds)
         self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
+
+    def _learn(self, loading: Loading, seconds: float) -> None:
+        """Learn from blocks that were loaded how fast other machines' blocks load, once they are enough."""
+        if all(block.is_read_whole for block, _ in loading.blocks):
+            self._learned_bytes += loading.part_bytes
+            self._learned_seconds += seconds
+            size = loading.part_bytes // len(loading.blocks)
+            if self._learned_bytes >= size * _measured_blocks(size):
+                self.remote_speed = self._learned_bytes / self._learned_seconds
 
     def prefetch(self, works: Sequence[Callable[[], None]]) -> None:
         """Call functions in the loading thread, one whenever no batch waits for it. Replaces earlier ones."""
@@ -266,7 +287,12 @@ class Transfers:
             self._loads.put(self._prefetch_one)
 
     def wait(self, loading: Loading) -> None:
-        """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved."""
+        """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved.
+
+        Nobody gives up here, because the thread still writes into the places of the blocks. What loads from
+        other machines gives up by itself: no value is asked for some seconds after its block was opened, and
+        BlockValues bounds each question.
+        """
         started = time.perf_counter()
         loading.done.wait()
         self.counts.stall_seconds += time.perf_counter() - started
@@ -309,6 +335,11 @@ class Transfers:
             thread.join()
         if self.remote is not None:
             self.remote.close()
+
+
+def _measured_blocks(block_bytes: int) -> int:
+    """Return how many blocks say how fast blocks are loaded."""
+    return max(_MIN_MEASURED, min(_MAX_MEASURED, _MEASURED_BYTES // block_bytes))
 
 
 def _wait(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread) -> None:

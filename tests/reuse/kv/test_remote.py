@@ -238,6 +238,22 @@ def test_speed_is_measured_and_nothing_stays(open_store):
     assert store.transfers.remote_pays(store.layout.token_bytes)
 
 
+def test_speed_is_learned_from_what_is_loaded_if_the_store_was_away_at_the_start(model, open_store):
+    values, ids = Values(), random_ids(32 * 16)
+    first = open_store(values)
+    run(model, first, [ids])
+    settled(first)
+    values.fails = {"heads", "get", "put", "contains"}
+    store = open_store(values)
+    store.transfers.measure(store.layout.part_bytes)
+    values.fails = set()
+    run(model, store, [ids[:40]])
+    assert store.transfers.remote_speed == 0  # of a few blocks, it is chance
+    assert run(model, store, [ids]).tokens == 0
+    assert store.transfers.remote_speed > 0
+    settled(store)
+
+
 def test_clearing_removes_the_blocks_of_all_machines(model, open_store):
     values = Values()
     store = open_store(values)
