@@ -60,6 +60,15 @@ def run(model, store, sequences, *, salts=None, skipped=0):
     return run_continued(model, store, requests, [skipped] * len(sequences))
 
 
+def random_ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 400, length).tolist()
+
+
+def plain(model, sequences, **more):
+    """What the model computes for sequences from which nothing is given and nothing is stored."""
+    return run(model, store_of(model), sequences, salts=[None] * len(sequences), **more)
+
+
 def assert_same(model, found, expected):
     """Rows are the same: to the last bit in the compiled stack, else within 1e-5 of the largest number."""
     if model.stack:
@@ -103,3 +112,9 @@ def assert_nothing_is_in_use(store):
     assert pool.used == len(store.memory)
     assert not store._claimed
     assert all(block.users == 0 for block in store.memory._blocks.values())
+
+
+def settled(store):
+    """Wait for the threads of a store, and check its accounts."""
+    store.transfers.flush()
+    assert_nothing_is_in_use(store)

@@ -29,6 +29,7 @@ from service.settings.cluster import SharedAddress
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 5.0
+_TOLD_AGAIN_SECONDS = 3600.0
 # A new connection needs some round trips, with TLS.
 _CONNECT_SECONDS = 0.25
 _START_SECONDS = 5.0
@@ -62,6 +63,7 @@ class Circuit:
         self._address, self._without, self._clock = address, without, clock
         self._opens_until = 0.0
         self.is_away = False  # from the first failure until the next answer
+        self._told: dict[str, float] = {}  # when each reason for a refusal may be logged again
 
     def may_ask(self) -> bool:
         """Return whether to ask now. While the store is away, one caller may after each pause."""
@@ -72,8 +74,24 @@ class Circuit:
             self._opens_until = now + OPEN_SECONDS
         return True
 
+    def note(self, error: Exception) -> None:
+        """Note that a question failed: there was no answer, or the server refuses what was asked."""
+        reason = _reason(error)
+        if isinstance(error, exceptions.ResponseError):
+            self._refused(reason)
+        else:
+            self.failed(reason)
+
+    def _refused(self, reason: str) -> None:
+        """Other questions may be answered. Logged once in a while."""
+        self.answered()
+        now = self._clock()
+        if now >= self._told.get(reason, now):
+            self._told[reason] = now + _TOLD_AGAIN_SECONDS
+            logger.error("the shared store %s refuses what it is asked: %s", self._address, reason)
+
     def failed(self, reason: str) -> None:
-        """Note that there was no answer. Logged once until there is one."""
+        """Note that there was no answer: nobody asks for a while. Logged once until there is one."""
         self._opens_until = self._clock() + OPEN_SECONDS
         if not self.is_away:
             self.is_away = True
@@ -106,8 +124,7 @@ class Client:
             async with asyncio.timeout(self._patience):
                 answer = await question(self._server)
         except _FAILURES as error:
-            if not _is_answer(error):
-                self._circuit.failed(_reason(error))
+            self._circuit.note(error)
             raise _unavailable(_reason(error)) from None
         self._circuit.answered()
         return answer
@@ -149,8 +166,7 @@ class BlockingClient:
         try:
             answer = question(self._server)
         except _FAILURES as error:
-            if not _is_answer(error):
-                self._circuit.failed(_reason(error))
+            self._circuit.note(error)
             raise OSError(_reason(error)) from None
         self._circuit.answered()
         return answer
@@ -302,11 +318,6 @@ def _options(address: SharedAddress) -> dict[str, Any]:
         "socket_keepalive": True,
         **encrypted,
     }
-
-
-def _is_answer(error: Exception) -> bool:
-    """Return whether the server has answered, so that other questions may be answered too."""
-    return isinstance(error, exceptions.ResponseError)
 
 
 def _has_bad_certificate(error: BaseException | None) -> bool:

@@ -41,7 +41,7 @@ class FindingsOfAll:
 
 @cache
 def findings_of_all(address: SharedAddress) -> FindingsOfAll:
-    """Return what all engines of this process share: they replace each other, and one server has one store."""
+    """Return what all engines of this process share. Engines replace each other; a server has one store."""
     return FindingsOfAll(address)
 
 

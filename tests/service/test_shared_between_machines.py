@@ -251,7 +251,7 @@ async def test_conversations_under_load_are_whole_through_outages(valkey, monkey
     assert set(seen) <= {200, 404, 503}
 
 
-async def test_full_store_serves_what_it_has_and_transcripts(tmp_path):
+async def test_full_store_serves_what_it_has_and_transcripts(tmp_path, caplog):
     with running_valkey(tmp_path, "--maxmemory", "3mb") as valkey:
         async with machines(valkey.url, FakeEngine()) as (server,):
             await turn(server, transcript="a")
@@ -262,6 +262,7 @@ async def test_full_store_serves_what_it_has_and_transcripts(tmp_path):
             assert_is_about(await turn(server, transcript="ab"), "ab")
             valkey.ask("DEL", "big")
             assert (await turn(server, append="c")).status_code == 404
+    assert len(re.findall("refuses what it is asked: it is full and evicts nothing", caplog.text)) == 1
 
 
 # Quotas.

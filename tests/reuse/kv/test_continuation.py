@@ -16,8 +16,10 @@ from kv_models import (
     assert_nothing_is_in_use,
     assert_same,
     computed_by,
+    plain,
     pooled_by,
     prefix_key,
+    random_ids,
     run,
     store_of,
 )
@@ -34,14 +36,6 @@ from attncache_core.text import prefix_tree
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
-
-
-def random_ids(length, seed=0):
-    return np.random.default_rng(seed).integers(3, 400, length).tolist()
-
-
-def plain(model, sequences, **more):
-    return run(model, store_of(model), sequences, salts=[None] * len(sequences), **more)
 
 
 # Prompts that branch off each other at any token.

@@ -2,11 +2,18 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, assert_same, prefix_key, run, store_of
+from kv_models import (
+    assert_same,
+    plain,
+    prefix_key,
+    random_ids,
+    run,
+    settled,
+    store_of,
+)
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
@@ -83,19 +90,6 @@ def open_store(model, tmp_path):
         store.close()
 
 
-def random_ids(length, seed=0):
-    return np.random.default_rng(seed).integers(3, 400, length).tolist()
-
-
-def plain(model, sequences):
-    return run(model, store_of(model), sequences, salts=[None] * len(sequences)).outputs
-
-
-def settled(store):
-    store.transfers.flush()
-    assert_nothing_is_in_use(store)
-
-
 @pytest.mark.parametrize("folder", [None, "kv"])
 def test_another_machine_gets_what_was_saved_exactly_and_once(model, open_store, folder):
     values, ids = Values(), random_ids(70)
@@ -104,7 +98,7 @@ def test_another_machine_gets_what_was_saved_exactly_and_once(model, open_store,
     run(model, first, [ids])
     settled(first)
     assert len(values.known) == len(prefix_key(ids).names)
-    second, expected = open_store(values, folder), plain(model, sequences)
+    second, expected = open_store(values, folder), plain(model, sequences).outputs
     values.asked.clear()
     for _ in range(2):
         assert_same(model, run(model, second, sequences).outputs, expected)

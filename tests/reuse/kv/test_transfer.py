@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, assert_same, computed_by, prefix_key, run, store_of
+from kv_models import (
+    assert_same,
+    computed_by,
+    plain,
+    prefix_key,
+    random_ids,
+    run,
+    settled,
+    store_of,
+)
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -44,23 +53,9 @@ def open_store(model, tmp_path):
         store.close()
 
 
-def random_ids(length, seed=0):
-    return np.random.default_rng(seed).integers(3, 400, length).tolist()
-
-
-def plain(model, sequences):
-    return run(model, store_of(model), sequences, salts=[None] * len(sequences)).outputs
-
-
-def settled(store):
-    """Wait for the threads of a store, and check its accounts."""
-    store.transfers.flush()
-    assert_nothing_is_in_use(store)
-
-
 def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, open_store):
     sequences = [random_ids(70), random_ids(70)[:40] + random_ids(5, 1), random_ids(9, 2)]
-    store, expected = open_store(), plain(model, sequences)
+    store, expected = open_store(), plain(model, sequences).outputs
     for _ in range(3):
         assert_same(model, run(model, store, sequences).outputs, expected)
     settled(store)
@@ -72,7 +67,7 @@ def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, 
     longer = [ids + random_ids(12, 3) for ids in sequences]
     again = open_store()
     result = run(model, again, longer)
-    assert_same(model, result.outputs, plain(model, longer))
+    assert_same(model, result.outputs, plain(model, longer).outputs)
     assert result.cached_tokens.tolist() == [70, 45, 9]
     settled(again)
 
@@ -106,7 +101,7 @@ def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
     assert events[0] == "run"
     assert events[1] == "last layer"
     assert events[-1] == "computed"
-    assert_same(model, found.outputs, plain(model, [ids + new]))
+    assert_same(model, found.outputs, plain(model, [ids + new]).outputs)
 
 
 def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
@@ -129,7 +124,7 @@ def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, o
     monkeypatch.setattr(
         DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
     )
-    expected = plain(model, [random_ids(160)])
+    expected = plain(model, [random_ids(160)]).outputs
     assert_same(model, run(model, store, [random_ids(160)]).outputs, expected)
     assert 7 <= store.transfers.counts.dropped_writes <= 8  # the thread may have taken one block already
     may_write.set()
@@ -174,7 +169,7 @@ def test_blocks_that_left_memory_come_back_from_disk(model, open_store):
     layout = block_layout(model)
     store = open_store(memory=5 * layout.block_bytes)
     sequences = [random_ids(60, seed) for seed in range(4)]
-    expected = [plain(model, [ids]) for ids in sequences]
+    expected = [plain(model, [ids]).outputs for ids in sequences]
     for _ in range(2):
         for ids, output in zip(sequences, expected, strict=True):
             assert_same(model, run(model, store, [ids]).outputs, output)
@@ -267,7 +262,7 @@ def test_a_damaged_block_is_not_fetched(model, open_store):
     store.fetch(prefix_key(ids))
     assert store.lookup(prefix_key(ids)).memory == 0
     settled(store)
-    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]))
+    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]).outputs)
 
 
 def test_nothing_is_loaded_where_computing_is_faster(model, open_store):
@@ -331,7 +326,7 @@ def test_a_loading_thread_that_fails_goes_on_and_its_blocks_are_not_used(
         read_part(self, index, into)
 
     monkeypatch.setattr(OpenBlock, "read_part", failing)
-    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]))
+    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]).outputs)
     store.clear()
     monkeypatch.setattr(OpenBlock, "read_part", read_part)
     settled(store)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, run, store_of
+from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_ids, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
@@ -15,10 +15,6 @@ from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 def model(tmp_path_factory):
     checkpoint = read_checkpoint(write_llama(tmp_path_factory.mktemp("llama")))
     return pooled_by(load_model(checkpoint, torch.float32), "lasttoken")
-
-
-def random_ids(length, seed=0):
-    return np.random.default_rng(seed).integers(3, 400, length).tolist()
 
 
 def slots_of(store, sequence):
