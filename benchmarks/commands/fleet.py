@@ -13,9 +13,6 @@ import click
 
 from benchmarks.measuring.fleet import (
     ROUTES,
-    Event,
-    EventKind,
-    Fleet,
     FleetReport,
     Simulation,
     Traffic,
@@ -24,6 +21,7 @@ from benchmarks.measuring.fleet import (
     simulate,
 )
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
+from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet
 from benchmarks.plots import FleetPlots
 from service.commands.options import json_option
 from service.commands.progress import shown_progress
@@ -64,14 +62,12 @@ class EventType(click.ParamType[Event]):
         return event
 
 
-def _positive(name: str, default: float, help_text: str) -> Callable[[F], F]:
-    return click.option(
-        name,
-        type=click.FloatRange(min=0, min_open=True),
-        default=default,
-        show_default=True,
-        help=help_text,
-    )
+def _number(
+    name: str, default: float, help_text: str, *, least: float | None = None, most: float | None = None
+) -> Callable[[F], F]:
+    """Return the option of a number. least: None: more than 0."""
+    accepted = click.FloatRange(least or 0, most, min_open=least is None)
+    return click.option(name, type=accepted, default=default, show_default=True, help=help_text)
 
 
 @click.command("fleet")
@@ -87,27 +83,21 @@ def _positive(name: str, default: float, help_text: str) -> Callable[[F], F]:
 @click.option(
     "--entrances", type=click.IntRange(1, 1024), default=1, show_default=True, help="Entrances in front."
 )
-@_positive("--seconds", 300, "Simulated time. The tables are of the second half.")
-@_positive("--load", 0.7, "Work that arrives if no prefix is computed twice, as a share of the servers.")
-@click.option(
+@_number("--seconds", 300, "Simulated time. The tables are of the second half.")
+@_number("--load", 0.7, "Work that arrives if no prefix is computed twice, as a share of the servers.")
+@_number(
     "--plain-share",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    show_default=True,
-    help="Share of plain texts. Half of the other requests are few-shot prompts, half are turns.",
+    0,
+    "Share of plain texts. Half of the other requests are few-shot prompts, half are turns.",
+    least=0,
+    most=1,
 )
-@_positive("--tokens-per-second", 800, "Tokens that a server computes.")
-@_positive("--memory-gb", 2, "Memory tier of a server.")
-@click.option(
-    "--disk-gb",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Disk tier of a server.",
-)
-@_positive("--token-kb", 36, "Keys and values of one token.")
-@_positive("--store-tokens-per-second", 22_000, "Tokens that a server reads from the shared store.")
-@_positive("--store-gb-per-second", 12.5, "Bandwidth of the shared store, for all servers.")
+@_number("--tokens-per-second", 800, "Tokens that a server computes.")
+@_number("--memory-gb", 2, "Memory tier of a server.")
+@_number("--disk-gb", 0, "Disk tier of a server.", least=0)
+@_number("--token-kb", 36, "Keys and values of one token.")
+@_number("--store-tokens-per-second", 22_000, "Tokens that a server reads from the shared store.")
+@_number("--store-gb-per-second", 12.5, "Bandwidth of the shared store, for all servers.")
 @click.option(
     "--event",
     "events",
@@ -116,7 +106,7 @@ def _positive(name: str, default: float, help_text: str) -> Callable[[F], F]:
     metavar="SECONDS:KIND:COUNT",
     help="Servers that are lost, added or slow from a time on, such as 200:lost:1. May be repeated.",
 )
-@_positive("--server-dollars", 0.1, "Price of a server for an hour.")
+@_number("--server-dollars", 0.1, "Price of a server for an hour.")
 @click.option(
     "--context",
     type=click.IntRange(min=128),

@@ -17,7 +17,7 @@ import aiohttp
 import numpy as np
 
 from attncache_core import InvalidInput
-from benchmarks.measuring.fleet import Fleet, Request
+from benchmarks.measuring.fleet_servers import Fleet, Request
 
 _TIERS = "memory", "disk", "shared"  # as in /info
 _MEASURED_PROMPTS = 8

@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.__main__ import main
 from benchmarks.measuring.fleet import (
     ROUTES,
-    Event,
-    EventKind,
-    Fleet,
     Ring,
-    Server,
     Simulation,
-    Tier,
     Traffic,
     draw_requests,
     simulate,
 )
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
+from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Server, Tier
 
 TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
 FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)

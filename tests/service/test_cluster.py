@@ -144,12 +144,8 @@ def expected(cluster):
 
 def terminate(cluster, load, host):
     """Let a server end after its delay, and start another one in its place."""
-    server = cluster.running[host]
-    server.send(signal.SIGTERM)
-    assert server.number("code") == 0
-    cluster.remove(host)
-    load.wait_for(CLIENTS)
-    cluster.add(host)
+    cluster.running[host].send(signal.SIGTERM)
+    replace_after(cluster, load, host, 0, CLIENTS)
 
 
 def terminate_at_once(cluster, load, host):
@@ -158,16 +154,20 @@ def terminate_at_once(cluster, load, host):
     server.send(signal.SIGTERM)
     time.sleep(0.05)
     server.send(signal.SIGTERM)
-    assert server.number("code") == 0
-    cluster.remove(host)
-    load.wait_for(CLIENTS)
-    cluster.add(host)
+    replace_after(cluster, load, host, 0, CLIENTS)
 
 
 def kill(cluster, load, host):
     cluster.running[host].send(signal.SIGKILL)
     load.wait_for(4 * CLIENTS)
-    assert cluster.remove(host).number("code") == -signal.SIGKILL
+    replace_after(cluster, load, host, -signal.SIGKILL, 0)
+
+
+def replace_after(cluster, load, host, code, requests):
+    """Wait for the end of a server and for some requests, and start another server in its place."""
+    assert cluster.running[host].number("code") == code
+    cluster.remove(host)
+    load.wait_for(requests)
     cluster.add(host)
 
 
