@@ -1,4 +1,4 @@
-"""Real servers behind real Envoys, which are killed, frozen, drained and added while 64 clients ask.
+"""Real servers behind real Envoys, with one Valkey. All are killed, frozen or added while 64 clients ask.
 
 One of each event in `make test`, and CLUSTER_EVENTS of each in `make cluster`.
 """
@@ -17,19 +17,28 @@ import pytest
 from core_models import write_sentence_transformer
 from entrance import NameServer, entrances, free_port
 from raw_http import wait_until
+from valkeys import running_valkey
 
 CLIENTS = 64
+TALKING = 8  # of the clients: they hold conversations
+TURNS = 4
 TIMES = int(os.environ.get("CLUSTER_EVENTS", "1"))
 TEXTS = [f"my {word} was {number}" for word in ("card", "bank", "transfer") for number in range(40)]
 HOSTS = ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
 DELAY = 1.5
 
 
-class Cluster:
-    """Servers by address, their name server, and the entrances in front of them."""
+def turns_of(number):
+    """The turns of every conversation of a client."""
+    return [f"{TEXTS[number * TURNS + turn]}, " for turn in range(TURNS)]
 
-    def __init__(self, start, folder, port, names, doors):
+
+class Cluster:
+    """Servers by address, their name server, the entrances in front of them, and the store behind them."""
+
+    def __init__(self, start, folder, port, names, doors, store):
         self._start, self._folder, self.port, self.names, self.doors = start, folder, port, names, doors
+        self.store = store
         self.running = {}
 
     def add(self, *hosts):
@@ -44,6 +53,7 @@ class Cluster:
         arguments = ["serve", "--model", "model", "--host", host, "--port", str(self.port), "--threads", "1"]
         arguments += ["--no-maps", "--dtype", "float32", "--result-memory-bytes", "0"]
         arguments += ["--trusted-proxies", "127.0.0.1", "--drain-delay-seconds", str(DELAY)]
+        arguments += ["--shared", self.store.url]
         return self._start("command", folder=str(self._folder), arguments=arguments)
 
     def remove(self, host):
@@ -73,6 +83,8 @@ class Load:
         self.statuses = Counter()
         self.errors = Counter()
         self.moves = 0  # from an entrance that did not answer to the other one
+        self.appended = 0  # turns
+        self.refused = 0  # of them, because the store was away
         self._urls, self._expected = urls, expected
         self._is_over = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -94,7 +106,8 @@ class Load:
     async def _run(self):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
-            await asyncio.gather(*(self._ask(session, number) for number in range(CLIENTS)))
+            clients = [self._talk] * TALKING + [self._ask] * (CLIENTS - TALKING)
+            await asyncio.gather(*(client(session, number) for number, client in enumerate(clients)))
 
     async def _ask(self, session, number):
         turn = number
@@ -103,16 +116,47 @@ class Load:
             text = TEXTS[turn * 7 % len(TEXTS)]
             body = {"inputs": [text, *(["my card"] * (turn % 2))]}
             headers = {} if number % 3 else {"X-AttnCache-Affinity": str(turn % 9)}
-            for url in self._urls[number % 2 :] + self._urls[: number % 2]:
-                try:
-                    async with session.post(f"{url}/embed", json=body, headers=headers) as answer:
-                        self._note(answer.status, await answer.read(), text)
-                        break
-                except aiohttp.ClientError as error:
-                    self.moves += 1
-                    last = type(error).__name__
-            else:
-                self.errors[last] += 1
+            status, content, _ = await self._post(session, number, body, headers)
+            self._note(status, content, text)
+
+    async def _talk(self, session, number):
+        """Hold one conversation after the other: send the turn alone, where the history of before is kept."""
+        conversations = 0
+        while not self._is_over:
+            conversations += 1
+            name, is_kept = f"{id(self)}/{number}/{conversations}", False
+            for turn in range(1, TURNS + 1):
+                said = turns_of(number)[:turn]
+                is_kept = await self._say(session, number, name, said, is_kept)
+
+    async def _say(self, session, number, name, said, is_appended):
+        """Send a turn until it is answered. Returns whether the history was kept."""
+        body = {"session_id": name, **({"append": said[-1]} if is_appended else {"transcript": said})}
+        headers = {"X-Request-Id": f"{name}/{len(said)}"}
+        while True:
+            status, content, answered = await self._post(session, number, body, headers)
+            if status == 503 and is_appended and b'"shared_unavailable"' in content:
+                self.refused += 1
+                if not self._is_over:
+                    await asyncio.sleep(0.05)
+                    continue
+                return False
+            self._note(status, content, "".join(said))
+            if status != 429:
+                self.appended += status == 200 and is_appended
+                return status == 200 and "X-AttnCache-Session" not in answered
+
+    async def _post(self, session, number, body, headers):
+        """Return status, content and headers of the answer of the first entrance that gives one."""
+        for url in self._urls[number % 2 :] + self._urls[: number % 2]:
+            try:
+                async with session.post(f"{url}/embed", json=body, headers=headers) as answer:
+                    return answer.status, await answer.read(), answer.headers
+            except aiohttp.ClientError as error:
+                self.moves += 1
+                last = type(error).__name__
+        self.errors[last] += 1
+        return 0, b"", {}
 
     def _note(self, status, content, text):
         self.statuses[status] += 1
@@ -126,10 +170,12 @@ def cluster(start, tmp_path_factory):
     write_sentence_transformer(folder / "model")
     port = free_port(HOSTS[0])
     with (
+        # A store that is killed has what it had after its next start, so no session becomes unknown.
+        running_valkey(folder, "--appendonly", "yes") as store,
         NameServer() as names,
         entrances(["on", "off"], names, port, folder / "doors", per_try_timeout=2) as doors,
     ):
-        made = Cluster(start, folder, port, names, doors)
+        made = Cluster(start, folder, port, names, doors, store)
         made.add(*HOSTS)
         made.wait_until_healthy()
         yield made
@@ -137,9 +183,17 @@ def cluster(start, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(cluster):
-    """The vector of each text, by one server."""
-    url = f"http://{HOSTS[0]}:{cluster.port}/embed"
-    return dict(zip(TEXTS, httpx.post(url, json={"inputs": TEXTS}, timeout=60).json(), strict=True))
+    """The vector of each text and of each conversation, by one server."""
+
+    def computed(**body):
+        return httpx.post(f"http://{HOSTS[0]}:{cluster.port}/embed", json=body, timeout=60).json()
+
+    found = dict(zip(TEXTS, computed(inputs=TEXTS), strict=True))
+    for number in range(TALKING):
+        for end in range(1, TURNS + 1):
+            said = turns_of(number)[:end]
+            (found["".join(said)],) = computed(session_id=f"{number}/{end}", transcript=said)
+    return found
 
 
 def terminate(cluster, load, host):
@@ -195,7 +249,20 @@ def kill_entrance(cluster, load, _host):
     load.wait_for(2 * CLIENTS)
 
 
-@pytest.mark.parametrize("event", [terminate, terminate_at_once, kill, freeze, add, kill_entrance])
+def kill_store(cluster, load, _host):
+    cluster.store.kill()
+    refused = load.refused
+    load.wait_for(2 * CLIENTS)
+    wait_until(lambda: load.refused > refused)
+    cluster.store.start()
+    appended = load.appended
+    wait_until(lambda: load.appended > appended + TALKING)
+
+
+EVENTS = [terminate, terminate_at_once, kill, freeze, add, kill_entrance, kill_store]
+
+
+@pytest.mark.parametrize("event", EVENTS)
 def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster, expected, event):
     urls = [door.url for door in cluster.doors]
     cut_before = sum(door.cut_answers() for door in cluster.doors)
@@ -205,8 +272,13 @@ def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster,
             event(cluster, load, host)
             cluster.wait_until_healthy()
             wait_until(lambda host=host: cluster.answered(host) > 0)
-    print(f"{event.__name__}: {TIMES} times, {dict(load.statuses)}, {load.moves} asked again")
+    print(
+        f"{event.__name__}: {TIMES} times, {dict(load.statuses)}, {load.moves} asked again, "
+        f"{load.appended} turns appended, {load.refused} refused"
+    )
     assert load.errors == {}
+    assert load.appended > TALKING
+    assert event is kill_store or load.refused == 0
     if event is not kill_entrance:
         assert load.moves <= sum(door.cut_answers() for door in cluster.doors) - cut_before
     assert set(load.statuses) <= {200, 429}

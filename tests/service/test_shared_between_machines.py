@@ -225,7 +225,8 @@ async def converse(servers, number, is_over, seen):
             number, said, turns = number + 1000, "", 0
 
 
-async def test_conversations_under_load_are_whole_through_outages(valkey, monkeypatch):
+@pytest.mark.parametrize(("keeps", "expected"), [("no", {200, 404, 503}), ("yes", {200, 503})])
+async def test_conversations_under_load_are_whole_through_outages(tmp_path, keeps, expected, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
     outages, seen, chance, over = (
@@ -234,6 +235,12 @@ async def test_conversations_under_load_are_whole_through_outages(valkey, monkey
         random.Random(1),
         [],
     )
+    with running_valkey(tmp_path, "--appendonly", keeps) as valkey:
+        await converse_through(valkey, outages, chance, over, seen)
+    assert set(seen) <= expected
+
+
+async def converse_through(valkey, outages, chance, over, seen):
     async with (
         machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
         asyncio.TaskGroup() as group,
@@ -248,7 +255,6 @@ async def test_conversations_under_load_are_whole_through_outages(valkey, monkey
             back()
         await until(lambda: asyncio.sleep(0, seen[200] > 500))
         over.append(True)
-    assert set(seen) <= {200, 404, 503}
 
 
 async def test_full_store_serves_what_it_has_and_transcripts(tmp_path, caplog):
