@@ -112,6 +112,14 @@ class History:
         return following
 
 
+def requests_of(content: bytes) -> tuple[str, ...]:
+    """Return the requests that the last turns of a stored history came with; none if it cannot be read."""
+    try:
+        return History.read(content).requests
+    except ValueError:
+        return ()
+
+
 class Conversation:
     """One request of a session: a source of the sequence of all turns (see service/batching/sources)."""
 
@@ -141,7 +149,7 @@ class Conversation:
         self._turns = turns
         self._truncate = truncate
         self._overflow = overflow
-        self._request = request
+        self.request = request
 
     @property
     def characters(self) -> int:
@@ -162,7 +170,7 @@ class Conversation:
         """
         frame = engine.tokenizer.frame(prompt)
         turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
-        before = self._history.after(self._request, turns[-1]) if self._request else None
+        before = self._history.after(self.request, turns[-1]) if self.request else None
         if before is not None and self.field == "transcript" and before.turns != tuple(turns):
             before = None
         whole = before or self._followed(turns, frame.room)
@@ -182,8 +190,8 @@ class Conversation:
 
     def _followed(self, turns: Sequence[array[int]], room: int) -> History:
         if self.field == "transcript":
-            return self._history.edited(turns, room, self._request)
-        return self._history.followed_by(turns[0], self._request)
+            return self._history.edited(turns, room, self.request)
+        return self._history.followed_by(turns[0], self.request)
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Literal
 
 from attncache_core.reuse.kv.capacity import DistinctSessions
-from service.conversations.conversation import History
+from service.conversations.conversation import History, requests_of
 from service.errors import QueueFull, StoreUnavailable
 from service.store import Store
 
@@ -66,7 +66,7 @@ class Sessions:
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
-        self._outdated: OrderedDict[str, None] = OrderedDict()  # keys; see `outdate`
+        self._outdated: OrderedDict[str, str] = OrderedDict()  # requests by key; see `outdate`
         self._distinct = DistinctSessions(ttl_seconds, clock)
 
     async def count(self) -> int:
@@ -137,25 +137,33 @@ class Sessions:
         Raises StoreUnavailable.
         """
         key = _name_of(session)
-        if key in self._outdated:
-            await self._histories.put(key, None)
-            self._outdated.pop(key, None)
+        await self._remove_outdated(key)
         return await self._histories.get(key, self._ttl_seconds)
 
-    def outdate(self, session: Session) -> None:
-        """Let the stored history of a session be found no more, because a later one could not be kept.
+    def outdate(self, session: Session, request: str) -> None:
+        """Let the stored history of a session be found no more, because one with this request was not kept.
 
-        It is removed before it would be read here, or by `remove_outdated`.
+        It is removed before it would be read here, or by `remove_outdated`, unless another machine has kept
+        what the request has made of it.
         """
-        self._outdated[_name_of(session)] = None
+        self._outdated[_name_of(session)] = request
         if len(self._outdated) > _MAX_OUTDATED:
             self._outdated.popitem(last=False)
 
     async def remove_outdated(self) -> None:
         """Remove histories that must not be found any more. Raises StoreUnavailable."""
         for key in list(self._outdated):
-            await self._histories.put(key, None)
-            self._outdated.pop(key, None)
+            await self._remove_outdated(key)
+
+    async def _remove_outdated(self, key: str) -> None:
+        while (request := self._outdated.get(key)) is not None:
+            stored = await self._histories.get(key)
+            if (
+                stored is None
+                or request in requests_of(stored)
+                or await self._histories.compare_and_set(key, stored, None)
+            ):
+                self._outdated.pop(key, None)
 
     async def keep(self, session: Session, before: bytes | None, history: History) -> Kept:
         """Keep what the history of a session has become. Counts as an access.

@@ -115,7 +115,7 @@ async def _kept(
         if stored is not None and (conversation.field == "append" or not is_shared):
             raise
         if is_shared:
-            sessions.outdate(session)
+            sessions.outdate(session, conversation.request)
         return "dropped"
 
 

@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import threading
 import time
+from array import array
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,11 +27,14 @@ from valkeys import running_valkey
 from attncache_core.checkpoints.description import read_checkpoint
 from service.access.quotas import Quotas, QuotaUse
 from service.commands.serve import _check_shared
+from service.conversations.conversation import History
+from service.conversations.sessions import Sessions
 from service.errors import InvalidSettings, QuotaExceeded
 from service.loading.engines import load_engine
 from service.settings import Settings, read_settings
 from service.settings.cluster import SharedAddress
 from service.shared import blocks, client, findings, store
+from service.store import LocalStore
 
 pytestmark = pytest.mark.anyio
 SECRET = "correct-horse-battery"
@@ -165,6 +169,39 @@ async def test_frozen_server_that_wakes_up_finds_its_turn_added_and_adds_it_not_
         frozen.may_run.set()
         assert_is_about(await late, "ab")
         assert_is_about(await turn(second, append="c"), "abc")
+
+
+async def test_server_that_stood_still_takes_its_own_delay_for_none_of_the_store(valkey, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
+    stores = store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
+    histories = stores.store("sessions")
+    await histories.put("a", b"1")
+    valkey.freeze()
+    asked = asyncio.create_task(histories.get("a"))
+    await asyncio.sleep(0.02)
+    valkey.thaw()
+    time.sleep(0.3)  # the answer comes, and patience ends, while nothing runs here
+    assert await asked == b"1"
+    assert not stores.is_away()
+    await stores.close()
+
+
+@pytest.mark.parametrize(("request_of_the_other", "is_kept"), [("one", True), ("two", False)])
+async def test_history_that_another_machine_has_made_of_the_same_request_is_not_removed(
+    valkey, request_of_the_other, is_kept
+):
+    of_machines = [store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail) for _ in range(2)]
+    first, second = (
+        Sessions(each.store("sessions"), LocalStore(), ttl_seconds=60, max_waiting=1, max_seconds=60)
+        for each in of_machines
+    )
+    session, history = (b"", "s"), History((array("i", [1]),), requests=(request_of_the_other,))
+    first.outdate(session, "one")
+    await second.keep(session, None, history)
+    await first.remove_outdated()
+    assert await second.history(session) == (history.written() if is_kept else None)
+    for each in of_machines:
+        await each.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
