@@ -155,8 +155,11 @@ class QuotaUse:
 
     async def _count_in(self, store: Store, changes: list[_Change]) -> bool:
         """Count changes in a store. Returns False if others always were faster. Raises StoreUnavailable."""
+        after: bytes | None = None
         for tries in range(_MAX_TRIES):
             before, now = await store.get(self._key), self._clock()
+            if before is not None and before == after:
+                return True  # a question that was asked twice has the answer to the second one
             used = _Used.read(before, self._quotas, now)
             used.set_in_flight(self._process, self._in_flight, now + self._max_seconds)
             is_changed = [change.apply(used, self._process, now + self._max_seconds) for change in changes]

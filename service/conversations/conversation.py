@@ -41,18 +41,19 @@ class History:
     # The salt of the keys and values that were truncated and not computed again; None: all are exact.
     namespace: bytes | None = None
     requests: tuple[str, ...] = ()  # digests of the ids of the requests that the last turns came with
+    begun: float = 0.0  # when the transcript arrived that it began with, seconds since 1970
 
     @classmethod
     def read(cls, content: bytes) -> History:
         """Return the history that `written` has made these bytes of. Raises ValueError for other bytes."""
         header, _, ids = content.partition(b"\n")
         try:
-            lengths, sinks, dropped, namespace, requests = orjson.loads(header)
+            lengths, sinks, dropped, namespace, requests, begun = orjson.loads(header)
             tokens = array("i", ids)
             ends = list(accumulate(lengths, initial=0))
             turns = tuple(tokens[first:last] for first, last in pairwise(ends))
             salt = None if namespace is None else bytes.fromhex(namespace)
-            history = cls(turns, sinks, dropped, salt, tuple(requests))
+            history = cls(turns, sinks, dropped, salt, tuple(requests), begun)
             is_whole = ends[-1] == len(tokens) and history.written() == content
         except TypeError as error:
             raise ValueError("the bytes are no history") from error
@@ -63,8 +64,9 @@ class History:
     def written(self) -> bytes:
         """Return the history as bytes: a line of JSON, and the token ids of all turns."""
         namespace = None if self.namespace is None else self.namespace.hex()
-        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace, self.requests])
-        return b"\n".join((header, b"".join(turn.tobytes() for turn in self.turns)))
+        lengths = [*map(len, self.turns)]
+        header = [lengths, self.sinks, self.dropped, namespace, self.requests, self.begun]
+        return b"\n".join((orjson.dumps(header), b"".join(turn.tobytes() for turn in self.turns)))
 
     @property
     def tokens(self) -> int:
@@ -95,29 +97,23 @@ class History:
         # More turns have followed, and what was cut then is not known any more.
         return History(self.turns[: numbers[-1]]) if len(numbers) == 1 else None
 
-    def edited(self, turns: Iterable[array[int]], room: int, request: str = "") -> History:
+    def edited(
+        self, turns: Iterable[array[int]], room: int, request: str = "", arrived: float = 0.0
+    ) -> History:
         """Return the history with these turns instead, the last of which came with a request.
 
         The cut stays where it is if the turns agree with the former turns until there, and if they would not
         fit into `room` tokens without a cut.
         """
-        following = History(tuple(turns), requests=(request,) if request else ())
+        following = History(tuple(turns), requests=(request,) if request else (), begun=arrived)
         common = 0  # tokens of the turns in front that are equal
         for former, turn in zip(self.turns, following.turns, strict=False):
             if former != turn:
                 break
             common += len(turn)
         if following.tokens > room and 0 < self.sinks + self.dropped <= common:
-            return replace(self, turns=following.turns, requests=following.requests)
+            return replace(following, sinks=self.sinks, dropped=self.dropped, namespace=self.namespace)
         return following
-
-
-def requests_of(content: bytes) -> tuple[str, ...]:
-    """Return the requests that the last turns of a stored history came with; none if it cannot be read."""
-    try:
-        return History.read(content).requests
-    except ValueError:
-        return ()
 
 
 class Conversation:
@@ -134,12 +130,14 @@ class Conversation:
         truncate: bool,
         overflow: OverflowWay,
         request: str = "",
+        arrived: float = 0.0,
     ) -> None:
         """history: before the request. turns: the new turn if `field` is append, else all turns.
 
         truncate: whether a new turn that is too long by itself may be cut too. request: a digest of the
         request's id. If a turn of the history came with this request, the request came before, and was
-        perhaps not answered: it is answered, and the history stays as it is.
+        perhaps not answered: it is answered, and the history stays as it is. arrived: when the request
+        arrived, seconds since 1970.
         """
         self.field = field
         # Set by `tokenize`: what `history` becomes if the request succeeds, and what the answer is about.
@@ -149,7 +147,8 @@ class Conversation:
         self._turns = turns
         self._truncate = truncate
         self._overflow = overflow
-        self.request = request
+        self._request = request
+        self.arrived = arrived
 
     @property
     def characters(self) -> int:
@@ -170,7 +169,7 @@ class Conversation:
         """
         frame = engine.tokenizer.frame(prompt)
         turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
-        before = self._history.after(self.request, turns[-1]) if self.request else None
+        before = self._history.after(self._request, turns[-1]) if self._request else None
         if before is not None and self.field == "transcript" and before.turns != tuple(turns):
             before = None
         whole = before or self._followed(turns, frame.room)
@@ -190,8 +189,8 @@ class Conversation:
 
     def _followed(self, turns: Sequence[array[int]], room: int) -> History:
         if self.field == "transcript":
-            return self._history.edited(turns, room, self.request)
-        return self._history.followed_by(turns[0], self.request)
+            return self._history.edited(turns, room, self._request, self.arrived)
+        return self._history.followed_by(turns[0], self._request)
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Literal
 
 from attncache_core.reuse.kv.capacity import DistinctSessions
-from service.conversations.conversation import History, requests_of
+from service.conversations.conversation import History
 from service.errors import QueueFull, StoreUnavailable
 from service.store import Store
 
@@ -66,7 +66,7 @@ class Sessions:
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
-        self._outdated: OrderedDict[str, str] = OrderedDict()  # requests by key; see `outdate`
+        self._outdated: OrderedDict[str, float] = OrderedDict()  # times by key; see `outdate`
         self._distinct = DistinctSessions(ttl_seconds, clock)
 
     async def count(self) -> int:
@@ -140,13 +140,14 @@ class Sessions:
         await self._remove_outdated(key)
         return await self._histories.get(key, self._ttl_seconds)
 
-    def outdate(self, session: Session, request: str) -> None:
-        """Let the stored history of a session be found no more, because one with this request was not kept.
+    def outdate(self, session: Session, arrived: float) -> None:
+        """Let the stored history of a session be found no more, because a transcript could not be kept.
 
-        It is removed before it would be read here, or by `remove_outdated`, unless another machine has kept
-        what the request has made of it.
+        arrived: when the transcript arrived, seconds since 1970. A history that began before that time is
+        removed before it would be read here, or by `remove_outdated`.
         """
-        self._outdated[_name_of(session)] = request
+        key = _name_of(session)
+        self._outdated[key] = max(arrived, self._outdated.get(key, arrived))
         if len(self._outdated) > _MAX_OUTDATED:
             self._outdated.popitem(last=False)
 
@@ -156,11 +157,11 @@ class Sessions:
             await self._remove_outdated(key)
 
     async def _remove_outdated(self, key: str) -> None:
-        while (request := self._outdated.get(key)) is not None:
+        while (arrived := self._outdated.get(key)) is not None:
             stored = await self._histories.get(key)
             if (
                 stored is None
-                or request in requests_of(stored)
+                or _begun(stored) >= arrived
                 or await self._histories.compare_and_set(key, stored, None)
             ):
                 self._outdated.pop(key, None)
@@ -182,7 +183,16 @@ class Sessions:
         )
         if not is_set:
             return "changed"
+        self._outdated.pop(key, None)
         return "dropped" if kept is None else "kept"
+
+
+def _begun(content: bytes) -> float:
+    """Return when a stored history began; 0 if it cannot be read."""
+    try:
+        return History.read(content).begun
+    except ValueError:
+        return 0.0
 
 
 def _name_of(session: Session) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -43,6 +44,7 @@ async def answered(
         check_count(inputs, "inputs", settings.max_request_inputs)
         source = source_of(inputs, truncate, body.truncation_direction or "right")
         return await compute(divided(call, serving, source))
+    arrived = time.time()
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
     # Token ids of one model say nothing to another one.
@@ -50,8 +52,15 @@ async def answered(
     request = hashlib.blake2b(call.request_id.encode(), digest_size=8).hexdigest()
 
     def conversation(history: History) -> Conversation:
-        overflow = settings.session_overflow
-        return Conversation(history, turns, field, truncate=truncate, overflow=overflow, request=request)
+        return Conversation(
+            history,
+            turns,
+            field,
+            truncate=truncate,
+            overflow=settings.session_overflow,
+            request=request,
+            arrived=arrived,
+        )
 
     return await _turn_answered(call, session, field, conversation, compute)
 
@@ -115,7 +124,7 @@ async def _kept(
         if stored is not None and (conversation.field == "append" or not is_shared):
             raise
         if is_shared:
-            sessions.outdate(session, conversation.request)
+            sessions.outdate(session, conversation.arrived)
         return "dropped"
 
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 5.0
 _TOLD_AGAIN_SECONDS = 3600.0
+_TRIES = 3
 # An end of patience that is noticed so much later was this process's own delay: it was frozen, or is busy.
 _LATE_SECONDS = 0.05
 # A new connection needs some round trips, with TLS.
@@ -122,23 +123,24 @@ class Client:
         """Return the answer to a question to the server. Raises SharedUnavailable."""
         if not self._circuit.may_ask():
             raise _unavailable("it did not answer before")
-        latest = time.monotonic() + self._patience + _LATE_SECONDS
         try:
-            answer = await self._answer(question, latest)
+            answer = await self._answer(question)
         except _FAILURES as error:
             self._circuit.note(error)
             raise _unavailable(_reason(error)) from None
         self._circuit.answered()
         return answer
 
-    async def _answer(self, question: Callable[[Any], Awaitable[_Answer]], latest: float) -> _Answer:
-        """Return the answer. If this process has noticed after `latest` that there is none, it asks again."""
-        try:
-            async with asyncio.timeout(self._patience):
-                return await question(self._server)
-        except TimeoutError:
-            if time.monotonic() <= latest:
-                raise
+    async def _answer(self, question: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
+        """Return the answer. If this process has noticed too late that there is none, it asks again."""
+        for _ in range(_TRIES - 1):
+            latest = time.monotonic() + self._patience + _LATE_SECONDS
+            try:
+                async with asyncio.timeout(self._patience):
+                    return await question(self._server)
+            except TimeoutError:
+                if time.monotonic() <= latest:
+                    raise
         async with asyncio.timeout(self._patience):
             return await question(self._server)
 

@@ -132,7 +132,8 @@ async def test_turn_that_comes_again_behind_a_later_one_is_answered_as_before_an
 
 
 @pytest.mark.parametrize(
-    "header", [b"", b"[", b"[[9],0,0,null,[]]", b"[[1],0,0,null]", b"[1,0,0,null,[]]", b"[[1],0,0,[],[]]"]
+    "header",
+    [b"", b"[", b"[[9],0,0,null,[],0.0]", b"[[1],0,0,null]", b"[1,0,0,null,[],0.0]", b"[[1],0,0,[],[],0.0]"],
 )
 async def test_history_that_cannot_be_read_is_unknown_and_a_transcript_replaces_it(valkey, header):
     async with machines(valkey.url, FakeEngine()) as (server,):
@@ -186,20 +187,18 @@ async def test_server_that_stood_still_takes_its_own_delay_for_none_of_the_store
     await stores.close()
 
 
-@pytest.mark.parametrize(("request_of_the_other", "is_kept"), [("one", True), ("two", False)])
-async def test_history_that_another_machine_has_made_of_the_same_request_is_not_removed(
-    valkey, request_of_the_other, is_kept
-):
+@pytest.mark.parametrize("is_newer", [True, False])
+async def test_history_that_another_machine_has_begun_after_an_outdated_one_is_not_removed(valkey, is_newer):
     of_machines = [store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail) for _ in range(2)]
     first, second = (
         Sessions(each.store("sessions"), LocalStore(), ttl_seconds=60, max_waiting=1, max_seconds=60)
         for each in of_machines
     )
-    session, history = (b"", "s"), History((array("i", [1]),), requests=(request_of_the_other,))
-    first.outdate(session, "one")
+    session, history = (b"", "s"), History((array("i", [1]),), begun=2.0)
+    first.outdate(session, 1.5 if is_newer else 2.5)
     await second.keep(session, None, history)
     await first.remove_outdated()
-    assert await second.history(session) == (history.written() if is_kept else None)
+    assert await second.history(session) == (history.written() if is_newer else None)
     for each in of_machines:
         await each.close()
 

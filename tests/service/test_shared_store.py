@@ -249,6 +249,19 @@ async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_tha
         await other.begin()
 
 
+async def test_change_that_a_store_was_asked_for_twice_counts_once():
+    class Repeated(LocalStore):
+        async def compare_and_set(self, *arguments):
+            await super().compare_and_set(*arguments)
+            return await super().compare_and_set(*arguments)
+
+    use = QuotaUse("client", Quotas(requests_per_minute=2), Repeated(), max_seconds=10, clock=lambda: 1e9)
+    await use.begin()
+    await use.begin()
+    with pytest.raises(QuotaExceeded):
+        await use.begin()
+
+
 # Sessions of several processes.
 
 
