@@ -42,6 +42,7 @@ from service.upkeep.verifying import LaterVerifier
 from service.upkeep.watchdog import Condition, Watchdog
 
 if TYPE_CHECKING:
+    from service.shared.findings import FindingsOfAll
     from service.shared.store import SharedStores
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class ServiceState:
         bounds = settings.max_sessions, CAPACITY_BYTES
         shared: Store = worker.store("shared") if worker else LocalStore()
         self._of_all = _shared_stores(settings, self.metrics)
+        self._findings = _shared_findings(settings)
+        parts = [part for part in (self._of_all, self._findings) if part is not None]
+        if parts:
+            self.metrics.watch_shared(lambda: any(part.is_away() for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
         if self._of_all is not None and settings.shares("sessions"):
@@ -206,14 +211,11 @@ class ServiceState:
         self.watchdog.stop()
         if self._of_all is not None:
             await self._of_all.close()
-        if self.settings.shares("findings") and (address := self.settings.shared_address):
-            # Here, because without --shared nothing of it is imported.
-            from service.shared.findings import findings_of_all
-
-            await asyncio.to_thread(findings_of_all(address).close)
+        if self._findings is not None:
+            await asyncio.to_thread(self._findings.close)
 
     async def _look_at_other_machines(self) -> None:
-        if self._serving is not None and self.settings.shares("findings"):
+        if self._serving is not None and self._findings is not None:
             await asyncio.to_thread(_exchange_findings, self._serving)
         await self.sessions.remove_outdated()
 
@@ -330,6 +332,14 @@ def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
     # Here, because without --shared nothing of it is imported.
     from service.shared.store import SharedStores
 
-    stores = SharedStores(address, metrics.observe_shared_failure)
-    metrics.watch_shared(stores.is_away)
-    return stores
+    return SharedStores(address, metrics.observe_shared_failure)
+
+
+def _shared_findings(settings: Settings) -> FindingsOfAll | None:
+    """Return what exchanges findings with other machines; None if they do not share findings."""
+    address = settings.shared_address
+    if address is None or not settings.shares("findings"):
+        return None
+    from service.shared.findings import findings_of_all
+
+    return findings_of_all(address)

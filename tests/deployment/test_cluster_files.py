@@ -105,5 +105,10 @@ def test_servers_have_time_to_leave_and_trust_envoy_alone():
     assert ipaddress.ip_address(address) in ipaddress.ip_network(front["subnet"])
     # No other container may get the address that the servers trust.
     assert ipaddress.ip_address(address) not in ipaddress.ip_network(front["ip_range"])
-    (rule,) = manifests()["NetworkPolicy", "attncache"]["spec"]["ingress"]
-    assert rule["from"][0]["podSelector"]["matchLabels"] == {"app": "attncache-entrance"}
+    clients, monitoring = manifests()["NetworkPolicy", "attncache"]["spec"]["ingress"]
+    assert clients["from"] == [{"podSelector": {"matchLabels": {"app": "attncache-entrance"}}}]
+    assert [port["port"] for port in clients["ports"]] == [8080]
+    # Operators' routes are on a port that Envoy does not reach.
+    (port,) = [port["port"] for port in monitoring["ports"]]
+    assert {named["ATTNCACHE_ADMIN_PORT"], str(server["environment"]["ATTNCACHE_ADMIN_PORT"])} == {str(port)}
+    assert load("docker/prometheus.cluster.yml")["scrape_configs"][0]["dns_sd_configs"][0]["port"] == port

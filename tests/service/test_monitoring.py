@@ -21,7 +21,13 @@ ALERTS = ROOT / "docker/alerts.yml"
 DASHBOARD = ROOT / "docker/grafana/dashboards/attncache.json"
 # Prometheus adds these labels to every series that it scrapes, and this metric for every target.
 SCRAPED = {"job": "attncache", "instance": "attncache:8080"}
-UP = {"up": [SCRAPED]}
+ENTRANCE = {"job": "entrance", "instance": "entrance:9902"}
+OF_ENVOY = {"envoy_cluster_name": "by_requests"} | ENTRANCE  # test_entrance.py reads this from a real one
+OTHERS = {
+    "up": [SCRAPED, ENTRANCE],
+    "envoy_cluster_membership_healthy": [OF_ENVOY],
+    "envoy_cluster_membership_total": [OF_ENVOY],
+}
 KEY = "key-of-the-operator-0123456789"  # some metrics exist only with keys
 COLUMNS = 24  # of a dashboard
 
@@ -61,7 +67,7 @@ async def series(anyio_backend):  # noqa: ARG001 - the async fixture needs it
     """The labels of every series of the server, by the name of the metric, as Prometheus keeps them."""
     async with serving(api_key=f"operator {KEY} admin") as client:
         text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})).text
-    found = dict(UP)
+    found = {name: list(labels) for name, labels in OTHERS.items()}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels | SCRAPED)

@@ -140,7 +140,6 @@ class RemoteTier:
 
     def rest(self, reason: str) -> None:
         """Ask nobody for blocks for some seconds."""
-        self._count(RemoteCounts(failures=1))
         self._values.rest(reason)
 
     def close(self) -> None:
