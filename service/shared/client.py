@@ -40,7 +40,7 @@ _START_SECONDS = 5.0
 _READ_BYTES = 2**20
 _MAX_CONNECTIONS = 64
 
-_REASONS: tuple[tuple[type[Exception], str], ...] = (
+_REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
     (exceptions.AuthenticationError, "the user or the password is not accepted"),
     (exceptions.AuthorizationError, "the user may not do this"),
     (exceptions.NoPermissionError, "the user may not do this"),
@@ -50,9 +50,10 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.TimeoutError, "there is no answer in time"),
     (TimeoutError, "there is no answer in time"),
     (exceptions.ConnectionError, "there is no connection"),
-    (OSError, "there is no connection"),
+    ((OSError, RuntimeError), "there is no connection"),
 )
-_FAILURES = (exceptions.ValkeyError, OSError)
+# RuntimeError: uvloop's, of a connection that the server has closed.
+_FAILURES = (exceptions.ValkeyError, OSError, RuntimeError)
 _Answer = TypeVar("_Answer")
 
 

@@ -284,5 +284,7 @@ def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster,
     assert event is kill_store or load.refused * 100 < load.appended
     if event is not kill_entrance:
         assert load.moves <= sum(door.cut_answers() for door in cluster.doors) - cut_before
+    for server in cluster.running.values():
+        assert "a request failed" not in server.log, server.log
     assert set(load.statuses) <= {200, 429}
     assert load.statuses[200] > load.statuses[429]

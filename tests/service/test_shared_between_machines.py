@@ -29,7 +29,7 @@ from service.access.quotas import Quotas, QuotaUse
 from service.commands.serve import _check_shared
 from service.conversations.conversation import History
 from service.conversations.sessions import Sessions
-from service.errors import InvalidSettings, QuotaExceeded
+from service.errors import InvalidSettings, QuotaExceeded, SharedUnavailable
 from service.loading.engines import load_engine
 from service.settings import Settings, read_settings
 from service.settings.cluster import SharedAddress
@@ -187,6 +187,18 @@ async def test_server_that_stood_still_takes_its_own_delay_for_none_of_the_store
     await stores.close()
 
 
+async def test_error_of_the_event_loop_about_a_closed_connection_is_one_of_the_store(valkey):
+    stores = store.SharedStores(SharedAddress.parse(valkey.url), lambda _: None)
+
+    async def question(_server):
+        raise RuntimeError("the handler is closed")  # as uvloop says
+
+    with pytest.raises(SharedUnavailable, match="there is no connection"):
+        await stores._client.ask(question)
+    assert stores.is_away()
+    await stores.close()
+
+
 @pytest.mark.parametrize("is_newer", [True, False])
 async def test_history_that_another_machine_has_begun_after_an_outdated_one_is_not_removed(valkey, is_newer):
     of_machines = [store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail) for _ in range(2)]
@@ -240,10 +252,10 @@ async def known_to_nobody(server):
 
 async def converse(servers, number, is_over, seen):
     """Hold a conversation at any server until the end; every answer must be about all that was said."""
-    chance, said, turns = random.Random(number), "", 0
+    chance, said, turns, is_kept = random.Random(number), "", 0, False
     while not is_over():
         letter, turns = chance.choice("abcdefgh"), turns + 1
-        append = {"append": letter} if said else {"transcript": letter}
+        append = {"append": letter} if is_kept else {"transcript": said + letter}
         while True:
             server = chance.choice(servers)
             body = {"session_id": f"{number}", "normalize": False, **append}
@@ -257,8 +269,9 @@ async def converse(servers, number, is_over, seen):
                 break
         said += letter
         assert_is_about(answer, said)
+        is_kept = "X-AttnCache-Session" not in answer.headers
         if len(said) == 60:  # of the window
-            number, said, turns = number + 1000, "", 0
+            number, said, turns, is_kept = number + 1000, "", 0, False
 
 
 @pytest.mark.parametrize(("keeps", "expected"), [("no", {200, 404, 503}), ("yes", {200, 503})])
