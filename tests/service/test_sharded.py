@@ -208,22 +208,33 @@ def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     ]
 
 
+KILLER = "kills its process"  # a shard
+
+
 class Actor:
+    """Runs its calls in order, so those behind a shard that kills its process end with the process."""
+
     def __init__(self, ray):
+        self.ray, self.is_dead = ray, False
         self.start = SimpleNamespace(remote=ray.start)
-        self.attempt = SimpleNamespace(remote=lambda *_: ray.call(None))
+        self.attempt = SimpleNamespace(remote=self.attempted)
+
+    def attempted(self, shard, _output):
+        self.is_dead |= shard == KILLER
+        return self.ray.call(RuntimeError() if self.is_dead else None)
 
 
 class RayOfStarts:
-    """A cluster of two nodes whose calls end at once. starts: what the start of each actor ends in."""
+    """A cluster whose calls end at once. starts: what the start of each actor ends in."""
 
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
-    def __init__(self, starts):
-        self.starts, self.started, self.outcomes = iter(starts), 0, {}
+    def __init__(self, starts, nodes=2):
+        self.starts, self.number_of_nodes = iter(starts), nodes
+        self.started, self.outcomes = 0, {}
 
     def nodes(self):
-        return [{"Alive": True, "Resources": {"CPU": 1}}] * 2
+        return [{"Alive": True, "Resources": {"CPU": 1}}] * self.number_of_nodes
 
     def remote(self, _kind):
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Actor(self)))
@@ -276,6 +287,17 @@ def test_actors_that_do_not_start_end_the_run_with_the_reason_or_are_logged_once
     (line,) = caplog.messages
     assert all(word in line for word in words)
     assert PRIVATE not in f"{line} {raised.value}"
+
+
+def test_shard_that_kills_every_process_fails_alone_and_the_rest_is_computed():
+    ray = RayOfStarts(repeat(({}, None)), nodes=1)
+    workers = cluster.RayWorkers(ray, None, None)
+    workers.options()
+    computed = list(workers.computed((shard, str(shard)) for shard in [KILLER, *range(6)]))
+    failed = [(shard, reason) for (shard, _), reason in computed if reason is not None]
+    assert failed == [(KILLER, "its process died: RuntimeError")]
+    assert sorted(shard for (shard, _), reason in computed if reason is None) == [*range(6)]
+    assert ray.started == 11  # the first one, and one after each death
 
 
 def cluster_of(nodes):
