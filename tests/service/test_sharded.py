@@ -197,6 +197,17 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     assert ended.exit_code == 2
 
 
+@pytest.mark.parametrize("part", ["1/1", "2/3"])
+def test_outputs_that_other_machines_keep_to_themselves_end_the_run_with_the_remedy(
+    tiny_checkpoint, folder, tmp_path, monkeypatch, part
+):
+    monkeypatch.setattr(shards.ShardWorker, "attempt", lambda *_: None)
+    ended = embed(tiny_checkpoint, folder, tmp_path / "out", "--shard", part)
+    assert ended.exit_code == 2
+    assert f"outputs are missing in {(tmp_path / 'out').as_uri()}; give a folder" in ended.stderr
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
 def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     write(tmp_path / "a.parquet", ["x"] * 50, rows=20)
     planned = list(plan([str(tmp_path), f"{tmp_path}/a.parquet", f"{tmp_path}/*"], "text"))
