@@ -8,6 +8,7 @@ OUTPUT/manifest.json          written last: the options, and for each shard its 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from service.objects import Changed, ObjectFolder
 
 TRIES = 3
 OPTIONS, MANIFEST = "options.json", "manifest.json"
+_FAILED_NAME = re.compile(r"failed(-\d+-of-\d+)?\.jsonl")
 Due = tuple[Shard, str]  # a shard, and the name of its output
 
 
@@ -196,6 +198,9 @@ def _close(folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned
         is_complete = False  # another part is not done
     if not is_complete:
         return False
+    lists = [stored.name for stored in folder.list() if _FAILED_NAME.fullmatch(stored.name)]
+    for failed_name in lists:  # of earlier runs and other parts
+        folder.remove(failed_name)
     planned.seek(0)
     folder.put(MANIFEST, _manifest(options, planned))
     folder.remove_unfinished()
