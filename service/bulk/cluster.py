@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +69,8 @@ class RayWorkers:
         self._ray, self._work = ray, work
         self._threads = threads or int(min(self._processors()))
         self._starting: dict[Any, Any] = {}  # what an actor's start returns -> actor
-        self._ready: dict[Any, int] = {}  # actor -> number of its shards
+        # actor -> what will be the outcome, and the shard, in the order in which the actor computes them
+        self._ready: dict[Any, deque[tuple[Any, Due]]] = {}
         self._options: dict[str, Any] | None = None
         self._failed_starts = 0  # since an actor has started
         self._fill_after = 0.0
@@ -86,13 +88,14 @@ class RayWorkers:
 
     def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
         """Yield each shard, in the order of their ends, with None or why it failed."""
-        running: dict[Any, tuple[Any, Due]] = {}  # what will be the outcome -> actor and shard
         again: deque[Due] = deque()
         tries, deaths = Counter[str](), Counter[str]()
         looked = time.monotonic()
         while True:
-            running |= self._hand_out(again, due)
+            self._hand_out(again, due)
+            running = {calls[0][0]: actor for actor, calls in self._ready.items() if calls}
             if not running:
+                again.extend(islice(due, 1))
                 if not again:
                     return
                 self._fill()
@@ -103,17 +106,16 @@ class RayWorkers:
                 if outcome in self._starting:
                     self._note_start(outcome)
                     continue
-                actor, (shard, output) = running.pop(outcome)
+                actor = running[outcome]
+                _, (shard, output) = self._ready[actor].popleft()
                 try:
                     reason = self._ray.get(outcome)
                 except self._ray.exceptions.RayError as error:
-                    self._ready.pop(actor, None)
+                    again.extend(waited for _, waited in self._ready.pop(actor))
                     deaths[output] += 1
                     reason = f"its process died: {_shown(error)}"
                     is_last = deaths[output] == _MOST_DEATHS
                 else:
-                    if actor in self._ready:
-                        self._ready[actor] -= 1
                     tries[output] += 1
                     is_last = reason is None or tries[output] == TRIES
                 if is_last:
@@ -125,17 +127,15 @@ class RayWorkers:
                 self._fill()
                 looked = time.monotonic()
 
-    def _hand_out(self, again: deque[Due], due: Iterator[Due]) -> dict[Any, tuple[Any, Due]]:
+    def _hand_out(self, again: deque[Due], due: Iterator[Due]) -> None:
         """Give shards to actors that have less than they may have."""
-        given: dict[Any, tuple[Any, Due]] = {}
         for shards in range(_AT_ONCE):
-            for actor in [actor for actor, count in self._ready.items() if count == shards]:
-                next_due = again.popleft() if again else next(due, None)
-                if next_due is None:
-                    return given
-                given[actor.attempt.remote(*next_due)] = actor, next_due
-                self._ready[actor] += 1
-        return given
+            for actor, calls in self._ready.items():
+                if len(calls) == shards:
+                    next_due = again.popleft() if again else next(due, None)
+                    if next_due is None:
+                        return
+                    calls.append((actor.attempt.remote(*next_due), next_due))
 
     def _fill(self) -> None:
         """Start as many actors as the nodes of now have room for, unless actors have failed just now."""
@@ -182,7 +182,7 @@ class RayWorkers:
                 f"ray: the nodes compute with different {name}; give all nodes the same model and packages",
                 field="ray",
             )
-        self._ready[actor] = 0
+        self._ready[actor] = deque()
 
     def _note_failed_start(self, reason: str, most: int) -> None:
         """Log a new reason. Raises InvalidInput after `most` failed starts if no other actor is there."""

@@ -8,6 +8,7 @@ OUTPUT/manifest.json          written last: the options, and for each shard its 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from service.objects import Changed, ObjectFolder
 
 TRIES = 3
 OPTIONS, MANIFEST = "options.json", "manifest.json"
+_FAILED_NAME = re.compile(r"failed(-\d+-of-\d+)?\.jsonl")
 Due = tuple[Shard, str]  # a shard, and the name of its output
 
 
@@ -103,7 +105,8 @@ def run_shards(
     """Compute the shards that the output does not have, and write what failed, and the manifest.
 
     report: called after each shard. Raises InvalidInput if the output was begun with other options, if there
-    is no input and no row in it, and OSError if the output cannot be written.
+    is no input and no row in it, or if the workers have written elsewhere, and OSError if the output cannot
+    be written.
     """
     folder = ObjectFolder(output, "output", writes=True)
     options = dict(workers.options())
@@ -125,7 +128,7 @@ def run_shards(
             folder.put(part.failed_name, b"".join(map(as_line, failures)))
         else:
             folder.remove(part.failed_name)
-            counts.is_complete = _close(folder, options, planned)
+            counts.is_complete = _close(folder, options, part, planned)
     return counts
 
 
@@ -175,12 +178,29 @@ def _due(
         raise InvalidInput("no row in the files of the input", field="input")
 
 
-def _close(folder: ObjectFolder, options: Mapping[str, Any], planned: IO[bytes]) -> bool:
-    """Write the manifest if every shard is done. Returns whether it is written."""
+def _close(folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes]) -> bool:
+    """Write the manifest if every shard is done. Returns whether it is written.
+
+    Raises InvalidInput if a shard of this part is not done.
+    """
     done = outputs_in(folder)
     planned.seek(0)
-    if not all(digest_of(orjson.loads(line)["output"]) in done for line in planned):
-        return False  # other parts are not done
+    is_complete = True
+    for line in planned:
+        name = digest_of(orjson.loads(line)["output"])
+        if name in done:
+            continue
+        if part.holds(name):
+            raise InvalidInput(
+                f"outputs are missing in {folder.url}; give a folder that all nodes share, or a URL",
+                field="output",
+            )
+        is_complete = False  # another part is not done
+    if not is_complete:
+        return False
+    lists = [stored.name for stored in folder.list() if _FAILED_NAME.fullmatch(stored.name)]
+    for failed_name in lists:  # of earlier runs and other parts
+        folder.remove(failed_name)
     planned.seek(0)
     folder.put(MANIFEST, _manifest(options, planned))
     folder.remove_unfinished()

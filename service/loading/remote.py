@@ -3,9 +3,10 @@
     URL/database.json     the pointer: id of the database, and size and SHA-256 of each of its files
     URL/<id>/<SHA-256>    the content of a file
 
-An object is named by its content, so it never changes, and what is there need not be sent again. The pointer
-is written last, and only if nobody has written it meanwhile. A server downloads what the pointer names into
-the workspace of a folder of the cache, and publishes it there as the next generation, as a renewal does. So
+An object is named by its content, so it never changes, and what is there need not be sent again. If the
+pointer names the database already, what is there is read, and what is damaged is sent again. The pointer is
+written last, and only if nobody has written it meanwhile. A server downloads what the pointer names into the
+workspace of a folder of the cache, and publishes it there as the next generation, as a renewal does. So
 workers and other servers of the machine find it as they find a renewed database.
 """
 
@@ -124,9 +125,11 @@ def push(root: Path, url: str, progress: Progress) -> str:
     seen = _pointer_object(store)
     pointer = Pointer(database.manifest.id, _files(database.folder, progress))
     content = _POINTER.dump_json(pointer, indent=1)
-    if seen is not None and seen[0] == content:
+    # The pointer names this database, perhaps with other findings.
+    reads = seen is not None and pointer.id.encode() in seen[0]
+    sent = _send(store, database.folder, pointer, progress, reads=reads)
+    if not sent and seen is not None and seen[0] == content:
         return f"{store.url} holds this database already"
-    sent = _send(store, database.folder, pointer, progress)
     try:
         store.put_if(POINTER, content, seen[1] if seen else None)
     except Changed as changed:
@@ -157,12 +160,15 @@ def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
     return files
 
 
-def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progress) -> int:
-    """Send the files that are not there. Returns their number."""
+def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progress, *, reads: bool) -> int:
+    """Send the files that are not there. Returns their number. reads: compare bytes, and not only sizes."""
     there = {stored.name: stored.bytes for stored in store.list(pointer.id)}
-    missing = [
-        name for name, file in pointer.files.items() if there.get(pointer.object_name(file)) != file.bytes
-    ]
+    missing = []
+    for done, (name, file) in enumerate(pointer.files.items(), 1):
+        stored = pointer.object_name(file)
+        if there.get(stored) != file.bytes or (reads and not _holds(store, stored, file)):
+            missing.append(name)
+        progress("checking objects", done, len(pointer.files))
     for done, name in enumerate(missing, 1):
         file = pointer.files[name]
         parts = _unchanged(folder / name, file)
@@ -170,6 +176,14 @@ def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progres
         store.put(pointer.object_name(file), b"".join(parts) if file.bytes <= RANGE_BYTES else parts)
         progress("sending files", done, len(missing))
     return len(missing)
+
+
+def _holds(store: ObjectFolder, name: str, file: PushedFile) -> bool:
+    """Return whether an object has the content of a file of the same size."""
+    digest = hashlib.sha256()
+    for start in range(0, file.bytes, RANGE_BYTES):
+        digest.update(store.read_range(name, start, min(RANGE_BYTES, file.bytes - start)))
+    return digest.hexdigest() == file.sha256
 
 
 def _unchanged(path: Path, file: PushedFile) -> Iterator[bytes]:

@@ -117,6 +117,20 @@ def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent
     assert [generation.number for generation in kept_generations(remote.root)] == [2, 3]
 
 
+def test_push_of_the_same_database_sends_missing_and_damaged_objects_again(store, root, monkeypatch):
+    pushed(root, store.s3 % "a")
+    whole = dict(store.objects)
+    missing, damaged = sorted(whole, key=lambda name: len(whole[name]))[-2:]
+    monkeypatch.setattr(remote_module, "RANGE_BYTES", len(whole[damaged]) // 3)
+    for findings, sent in ((None, "2 of"), (b"{}", "3 of")):
+        store.objects[damaged] = b"x" * len(whole[damaged])
+        del store.objects[missing]
+        if findings is not None:
+            (root / "tightened.json").write_bytes(findings)
+        assert sent in pushed(root, store.s3 % "a")
+        assert [store.objects[name] for name in (damaged, missing)] == [whole[damaged], whole[missing]]
+
+
 def test_push_that_is_killed_leaves_the_present_database_and_goes_on(root, other, tmp_path, tiny_checkpoint):
     url = (tmp_path / "store").as_uri()
     pushed(other, url)
@@ -136,8 +150,8 @@ def test_of_two_pushes_at_once_one_wins_as_a_whole(
     url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
     meet, send = threading.Barrier(2), remote_module._send
 
-    def send_together(*arguments):
-        sent = send(*arguments)
+    def send_together(*arguments, **options):
+        sent = send(*arguments, **options)
         meet.wait(30)  # both have seen the same pointer, and written nothing of it yet
         return sent
 

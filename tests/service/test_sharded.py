@@ -131,9 +131,10 @@ def test_what_fails_is_listed_and_the_rest_is_computed(tiny_checkpoint, folder, 
     write(folder / "1.parquet", texts[1])
     for number in (2, 4):
         write(folder / f"{number}.parquet", texts[2])
+    (output / "failed-2-of-3.jsonl").write_bytes(b"left by a part")
     # The file that was changed has another ETag, so all of its shards are new.
     assert "15 shards computed (90 rows), 5 were there" in succeeded(embed(tiny_checkpoint, folder, output))
-    assert not (output / "failed.jsonl").exists()
+    assert not list(output.glob("failed*"))
 
 
 def test_file_that_changes_while_it_is_read_is_never_mixed(
@@ -197,6 +198,17 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     assert ended.exit_code == 2
 
 
+@pytest.mark.parametrize("part", ["1/1", "2/3"])
+def test_outputs_that_other_machines_keep_to_themselves_end_the_run_with_the_remedy(
+    tiny_checkpoint, folder, tmp_path, monkeypatch, part
+):
+    monkeypatch.setattr(shards.ShardWorker, "attempt", lambda *_: None)
+    ended = embed(tiny_checkpoint, folder, tmp_path / "out", "--shard", part)
+    assert ended.exit_code == 2
+    assert f"outputs are missing in {(tmp_path / 'out').as_uri()}; give a folder" in ended.stderr
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
 def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     write(tmp_path / "a.parquet", ["x"] * 50, rows=20)
     planned = list(plan([str(tmp_path), f"{tmp_path}/a.parquet", f"{tmp_path}/*"], "text"))
@@ -208,22 +220,33 @@ def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
     ]
 
 
+KILLER = "kills its process"  # a shard
+
+
 class Actor:
+    """Runs its calls in order, so those behind a shard that kills its process end with the process."""
+
     def __init__(self, ray):
+        self.ray, self.is_dead = ray, False
         self.start = SimpleNamespace(remote=ray.start)
-        self.attempt = SimpleNamespace(remote=lambda *_: ray.call(None))
+        self.attempt = SimpleNamespace(remote=self.attempted)
+
+    def attempted(self, shard, _output):
+        self.is_dead |= shard == KILLER
+        return self.ray.call(RuntimeError() if self.is_dead else None)
 
 
 class RayOfStarts:
-    """A cluster of two nodes whose calls end at once. starts: what the start of each actor ends in."""
+    """A cluster whose calls end at once. starts: what the start of each actor ends in."""
 
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
-    def __init__(self, starts):
-        self.starts, self.started, self.outcomes = iter(starts), 0, {}
+    def __init__(self, starts, nodes=2):
+        self.starts, self.number_of_nodes = iter(starts), nodes
+        self.started, self.outcomes = 0, {}
 
     def nodes(self):
-        return [{"Alive": True, "Resources": {"CPU": 1}}] * 2
+        return [{"Alive": True, "Resources": {"CPU": 1}}] * self.number_of_nodes
 
     def remote(self, _kind):
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Actor(self)))
@@ -276,6 +299,17 @@ def test_actors_that_do_not_start_end_the_run_with_the_reason_or_are_logged_once
     (line,) = caplog.messages
     assert all(word in line for word in words)
     assert PRIVATE not in f"{line} {raised.value}"
+
+
+def test_shard_that_kills_every_process_fails_alone_and_the_rest_is_computed():
+    ray = RayOfStarts(repeat(({}, None)), nodes=1)
+    workers = cluster.RayWorkers(ray, None, None)
+    workers.options()
+    computed = list(workers.computed((shard, str(shard)) for shard in [KILLER, *range(6)]))
+    failed = [(shard, reason) for (shard, _), reason in computed if reason is not None]
+    assert failed == [(KILLER, "its process died: RuntimeError")]
+    assert sorted(shard for (shard, _), reason in computed if reason is None) == [*range(6)]
+    assert ray.started == 11  # the first one, and one after each death
 
 
 def cluster_of(nodes):
