@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -162,7 +163,27 @@ def test_replay_finds_the_hit_rate_of_the_simulation():
     assert found.computed_tokens == pytest.approx(simulated.computed_tokens, rel=0.15)
 
 
-def test_servers_read_no_more_than_the_store_gives():
+def test_servers_read_and_write_no_more_than_the_store_gives_and_takes():
     fleet = Fleet(servers=6, entrances=2, memory_tokens=5000, has_store=True, store_bandwidth=2000.0)
     for report in simulate(ROUTES, TRAFFIC, fleet):
-        assert 0 < report.read_tokens_per_second < 1.1 * 2000
+        assert min(report.read_tokens_per_second, report.written_tokens_per_second) > 0
+        assert report.read_tokens_per_second + report.written_tokens_per_second < 1.1 * 2000
+
+
+def test_store_takes_what_was_computed_once():
+    """Servers that keep nothing read every prefix, and write every new token."""
+    fleet = Fleet(servers=6, memory_tokens=0, has_store=True, store_tokens_per_second=1e9)
+    traffic = Traffic(seconds=400, load=0.6, prefixes=5)
+    [report] = simulate(["least requests"], traffic, fleet)
+    assert report.written_tokens_per_second == pytest.approx(report.computed_tokens / 200, rel=0.02)
+    assert report.written_tokens_per_second == pytest.approx(0.6 * 6 * 800, rel=0.15)
+
+
+def test_store_that_is_too_small_forgets_prefixes():
+    fleet = Fleet(servers=6, memory_tokens=5000, has_store=True)
+    whole, small = (
+        next(simulate(["bounded ring hash"], TRAFFIC, replace(fleet, store_tokens=tokens)))
+        for tokens in (10**9, 20_000)
+    )
+    assert small.store_hit_rate < 0.7 * whole.store_hit_rate
+    assert small.busy > 1.1 * whole.busy
