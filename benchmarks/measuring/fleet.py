@@ -188,10 +188,10 @@ class Simulation:
         prefixes, tokens, is_warming = 0, 0, True
         before: dict[int, float] = {}
         for number, request in enumerate(requests):
-            self._advance(request.arrival, choose)
             if is_warming and request.arrival >= 0:
                 is_warming = False
                 self._set_speed(self.fleet.tokens_per_second)
+            self._advance(request.arrival, choose)
             if not before and request.arrival >= half:
                 before = {server.number: server.work for server in self.servers}
             entrance = number % len(self.entrances)

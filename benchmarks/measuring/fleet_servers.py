@@ -75,12 +75,8 @@ class Tier:
         self._stored: OrderedDict[int, tuple[int, float, int]] = OrderedDict()
 
     def find(self, key: int, now: float) -> int:
-        """Return how many tokens of a prefix are stored now."""
-        found = self._stored.get(key)
-        if found is None:
-            return 0
-        self._stored.move_to_end(key)
-        tokens, since, before = found
+        """Return how many tokens of a prefix are stored now. This is no use of them: only `put` is."""
+        tokens, since, before = self._stored.get(key, (0, now, 0))
         return tokens if since <= now else before
 
     def put(self, key: int, tokens: int, since: float) -> None:

@@ -22,7 +22,7 @@ from benchmarks.measuring.fleet import (
     simulate,
 )
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
-from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Server, Tier
+from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Request, Server, Tier
 
 TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
 FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)
@@ -87,6 +87,24 @@ def test_tier_keeps_the_most_recently_used_prefixes_that_fit(puts):
         while sum(longest[other] for other in used) > 100:
             del longest[used.pop(0)]
     assert [tier.find(key, 0.0) for key in range(6)] == [longest[key] for key in range(6)]
+
+
+def test_looking_at_a_server_changes_nothing():
+    server = Server(0, Fleet(servers=1, memory_tokens=200), None)
+    looked_at, other, last = (Request(0.0, key, 100, 100, 100) for key in range(3))
+    server.serve(looked_at, 0.0)
+    server.serve(other, 1.0)
+    assert server.look_up(looked_at, 2.0).memory == 100
+    server.serve(last, 2.0)
+    assert [server.look_up(request, 9.0).memory for request in (looked_at, other)] == [0, 100]
+
+
+def test_server_that_is_slow_from_the_start_works_longer():
+    usual, slow = (
+        next(simulate(["bounded ring hash"], TRAFFIC, replace(FLEET, events=events)))
+        for events in ((), (Event(0, EventKind.SLOW, 3),))
+    )
+    assert slow.busy > 1.3 * usual.busy
 
 
 def test_requests_arrive_in_order_at_the_load_asked_for():
