@@ -178,6 +178,9 @@ def bench_fleet(
         seed=seed,
     )
     if entrance is not None:
+        ignored = {"--event": events, "--entrances": entrances != 1, "--output": output}
+        for option in (name for name, value in ignored.items() if value):
+            raise click.BadParameter("not possible with --replay", param_hint=option)
         _compare(Cluster(entrance, replay_servers), traffic, json_file)
         return
     fleet = Fleet(

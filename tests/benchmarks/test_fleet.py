@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from command_line import assert_one_line, run, succeeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncache_core import InvalidInput
 from benchmarks.__main__ import main
 from benchmarks.measuring.fleet import (
     ROUTES,
@@ -137,14 +139,23 @@ def test_event_that_cannot_happen_is_refused(event):
     assert_one_line(run("fleet", "--event", event, program=main), "--event")
 
 
-async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
+@pytest.mark.parametrize("options", [("--event", "20:lost:1"), ("--entrances", 2), ("--output", "plots")])
+def test_option_that_a_replay_does_not_follow_is_refused(options):
+    url = "http://127.0.0.1:9"
+    assert_one_line(
+        run("fleet", "--replay", url, "--replay-server", url, *options, program=main), options[0], "--replay"
+    )
+
+
+async def _serve_prefixes(seen: set[tuple[int, ...]], status: int = 200) -> web.AppRunner:
     """Serve what the replay asks for. Tokens are cached that an earlier prompt begins with."""
 
     async def embed(request: web.Request) -> web.Response:
         [ids] = (await request.json())["inputs"]
         cached = next((size for size in range(len(ids), 0, -1) if tuple(ids[:size]) in seen), 0)
         seen.update(tuple(ids[:size]) for size in range(1, len(ids) + 1))
-        return web.json_response([[0.0]], headers={"X-AttnCache-Cached-Tokens": f"{cached}/{len(ids)}"})
+        headers = {"X-AttnCache-Cached-Tokens": f"{cached}/{len(ids)}"}
+        return web.json_response([[0.0]], status=status, headers=headers)
 
     async def info(_: web.Request) -> web.Response:
         memory, given = {"most_bytes": 10**9}, {"memory": len(seen), "disk": 0}
@@ -159,21 +170,32 @@ async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
     return runner
 
 
+async def _with_server(ask, status=200):
+    """Return what `ask` returns for a cluster of one server, which is its own entrance."""
+    runner = await _serve_prefixes(set(), status)
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    try:
+        return await ask(Cluster(url, [url]))
+    finally:
+        await runner.cleanup()
+
+
+def test_server_that_refuses_is_named_and_not_measured():
+    request = Request(0.0, None, 0, 0, 10)
+    for ask in (measured_fleet, partial(replay, requests=[request])):
+        with pytest.raises(InvalidInput, match=r"http://127\.0\.0\.1:.*401"):
+            asyncio.run(_with_server(ask, 401))
+
+
 def test_replay_finds_the_hit_rate_of_the_simulation():
     fleet = Fleet(servers=1, tokens_per_second=2000.0)
     traffic = Traffic(2, 0.9, prefix_tokens=(20, 40), text_tokens=10, turn_tokens=20, think_seconds=0.2)
     requests = [request for request in draw_requests(traffic, fleet) if request.arrival >= 0]
 
-    async def replayed():
-        runner = await _serve_prefixes(set())
-        host, port = runner.addresses[0][:2]
-        cluster = Cluster(f"http://{host}:{port}", [f"http://{host}:{port}"])
-        try:
-            return await measured_fleet(cluster), await replay(cluster, requests)
-        finally:
-            await runner.cleanup()
+    async def both(cluster):
+        return await measured_fleet(cluster), await replay(cluster, requests)
 
-    measured, found = asyncio.run(replayed())
+    measured, found = asyncio.run(_with_server(both))
     simulated = Simulation(fleet).run("bounded ring hash", requests)
     assert measured.memory_tokens == 10**9
     assert found.statuses == {200: len(requests)}
