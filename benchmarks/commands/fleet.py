@@ -36,7 +36,8 @@ _COLUMNS = [
     "greatest / mean",
     "p50, s",
     "p99, s",
-    "store, GB/s",
+    "read, GB/s",
+    "written, GB/s",
     "repeated",
     "dollars per million",
 ]
@@ -97,6 +98,7 @@ def _number(
 @_number("--disk-gb", 0, "Disk tier of a server.", least=0)
 @_number("--token-kb", 36, "Keys and values of one token.")
 @_number("--store-tokens-per-second", 22_000, "Tokens that a server reads from the shared store.")
+@_number("--store-gb", 256, "Size of the shared store.")
 @_number("--store-gb-per-second", 12.5, "Bandwidth of the shared store, for all servers.")
 @click.option(
     "--event",
@@ -144,6 +146,7 @@ def bench_fleet(
     disk_gb: float,
     token_kb: float,
     store_tokens_per_second: float,
+    store_gb: float,
     store_gb_per_second: float,
     events: tuple[Event, ...],
     server_dollars: float,
@@ -175,6 +178,9 @@ def bench_fleet(
         seed=seed,
     )
     if entrance is not None:
+        ignored = {"--event": events, "--entrances": entrances != 1, "--output": output}
+        for option in (name for name, value in ignored.items() if value):
+            raise click.BadParameter("not possible with --replay", param_hint=option)
         _compare(Cluster(entrance, replay_servers), traffic, json_file)
         return
     fleet = Fleet(
@@ -184,6 +190,7 @@ def bench_fleet(
         memory_tokens=round(memory_gb / token_gb),
         disk_tokens=round(disk_gb / token_gb),
         store_tokens_per_second=store_tokens_per_second,
+        store_tokens=round(store_gb / token_gb),
         store_bandwidth=store_gb_per_second / token_gb,
         events=events,
     )
@@ -206,8 +213,9 @@ def bench_fleet(
             [_cells(report, token_gb, price) for report in reports],
         )
     click.echo(
-        "memory, disk, store: shares of the tokens of prefixes. dollars per million: of requests, with as "
-        f"many servers as are busy for {_PLANNED_BUSY:.0%} of the time. -: a server does not keep up.\n"
+        "memory, disk, store: shares of the tokens of prefixes. read, written: of the store. dollars "
+        f"per million: of requests, with as many servers as are busy for {_PLANNED_BUSY:.0%} of the time. "
+        "-: a server does not keep up.\n"
         "bounded ring hash: at most 125 % of the mean load. oracle: knows what all servers have to do."
     )
     tables = [
@@ -258,6 +266,7 @@ def _cells(report: FleetReport, token_gb: float, price: float) -> list[str]:
         f"{report.greatest:.2f}",
         *(f"{seconds:.2f}" if report.is_steady else "-" for seconds in times),
         f"{report.read_tokens_per_second * token_gb:.2f}",
+        f"{report.written_tokens_per_second * token_gb:.2f}",
         str(report.repeated),
         f"{price * report.busy:.2f}" if report.is_steady else "-",
     ]

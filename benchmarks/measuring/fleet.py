@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -60,6 +60,7 @@ class FleetReport:
     p50_seconds: float  # from arrival to answer
     p99_seconds: float
     read_tokens_per_second: float  # from the store, of all servers
+    written_tokens_per_second: float
     repeated: int  # requests that a lost server did not answer
     backlog_seconds: float  # of work that waits at the end, over all servers
 
@@ -114,6 +115,11 @@ def _arrivals(random: np.random.Generator, rate: float, first: float, last: floa
     return random.uniform(first, last, random.poisson(max(0.0, rate) * (last - first)))
 
 
+def _between(tokens: Mapping[int, int], first: float, last: float) -> float:
+    """Return the tokens per second of a range of seconds, by second."""
+    return sum(tokens[second] for second in range(int(first), int(last))) / (last - first)
+
+
 class Ring:
     """Servers on a ring of hashes, as Envoy's ring hash places them."""
 
@@ -157,7 +163,7 @@ class Simulation:
 
     def __init__(self, fleet: Fleet, seed: int = 0) -> None:
         self.fleet = fleet
-        self.store = Store(fleet.store_bandwidth) if fleet.has_store else None
+        self.store = Store(fleet.store_tokens, fleet.store_bandwidth) if fleet.has_store else None
         self.servers = [Server(number, fleet, self.store) for number in range(fleet.servers)]
         self.entrances = [Entrance(Random(seed + number)) for number in range(fleet.entrances)]
         self.alive = list(self.servers)
@@ -182,10 +188,10 @@ class Simulation:
         prefixes, tokens, is_warming = 0, 0, True
         before: dict[int, float] = {}
         for number, request in enumerate(requests):
-            self._advance(request.arrival, choose)
             if is_warming and request.arrival >= 0:
                 is_warming = False
                 self._set_speed(self.fleet.tokens_per_second)
+            self._advance(request.arrival, choose)
             if not before and request.arrival >= half:
                 before = {server.number: server.work for server in self.servers}
             entrance = number % len(self.entrances)
@@ -199,7 +205,8 @@ class Simulation:
         self._advance(math.inf, choose)
         work = np.array([server.work - before.get(server.number, 0.0) for server in self.alive])
         late = [seconds for arrival, seconds in self._latencies if arrival >= half]
-        read = self.store.read_between(half, end) if self.store else 0
+        counts = (self.store.read, self.store.written) if self.store else ()
+        read, written = [_between(counted, half, end) for counted in counts] or (0.0, 0.0)
         memory, disk, store = (found / max(1, prefixes)).tolist()
         return FleetReport(
             route=route,
@@ -211,7 +218,8 @@ class Simulation:
             greatest=float(work.max() / work.mean()),
             p50_seconds=float(np.percentile(late, 50)),
             p99_seconds=float(np.percentile(late, 99)),
-            read_tokens_per_second=read / (end - half),
+            read_tokens_per_second=read,
+            written_tokens_per_second=written,
             repeated=self._repeated,
             backlog_seconds=float(np.mean(backlog)),
         )

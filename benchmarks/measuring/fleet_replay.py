@@ -52,7 +52,7 @@ class Replayed:
 async def measured_fleet(cluster: Cluster) -> Fleet:
     """Return a fleet with the speeds and the memory of real servers, which compute all at once.
 
-    Raises InvalidInput if a server stores no keys and values.
+    Raises InvalidInput if a server does not answer with 200, or stores no keys and values.
     """
     async with aiohttp.ClientSession() as session:
         stats = await _stats(session, cluster.servers[0])
@@ -70,7 +70,7 @@ async def measured_fleet(cluster: Cluster) -> Fleet:
 
 
 async def replay(cluster: Cluster, requests: Sequence[Request]) -> Replayed:
-    """Send requests to the entrance when they arrive."""
+    """Send requests to the entrance when they arrive. Raises InvalidInput if none gets 200."""
     half = requests[-1].arrival / 2
     answers: list[tuple[Request, int, float, int]] = []
     connector = aiohttp.TCPConnector(limit=0)
@@ -94,10 +94,15 @@ async def replay(cluster: Cluster, requests: Sequence[Request]) -> Replayed:
         given = await _given(session, cluster)
         given.subtract(before)
     late = [answer for answer in answers if answer[0].arrival >= half]
+    statuses = dict(Counter(status for _, status, *_ in answers))
+    seconds = [seconds for _, status, seconds, _ in late if status == 200]
+    if not seconds:
+        raise InvalidInput(
+            f"{cluster.entrance} answered no late request with 200; statuses: {statuses}", field="replay"
+        )
     cached = sum(cached for *_, cached in late)
     prefixes = max(1, sum(request.prefix for request, *_ in late))
     rates = {tier: given[tier] / max(1, given.total()) * cached / prefixes for tier in _TIERS}
-    seconds = [seconds for _, status, seconds, _ in late if status == 200]
     return Replayed(
         memory_hit_rate=rates["memory"],
         disk_hit_rate=rates["disk"],
@@ -105,7 +110,7 @@ async def replay(cluster: Cluster, requests: Sequence[Request]) -> Replayed:
         computed_tokens=sum(request.tokens for request, *_ in late) - cached,
         p50_seconds=float(np.percentile(seconds, 50)),
         p99_seconds=float(np.percentile(seconds, 99)),
-        statuses=dict(Counter(status for _, status, *_ in answers)),
+        statuses=statuses,
     )
 
 
@@ -121,12 +126,19 @@ async def _seconds_per_prompt(
         for number in range(first, first + _MEASURED_PROMPTS):
             shared = _random_ids(_MEASURING_SEED + number, prefix)
             rest = _random_ids(_MEASURING_SEED * (2 + seed) + 1000 * size + number, size - prefix)
-            await _embed(session, server, shared + rest, {})
+            _check(server, (await _embed(session, server, shared + rest, {}))[0])
 
     started = time.perf_counter()
     numbers = range(0, _MEASURED_PROMPTS * len(servers), _MEASURED_PROMPTS)
     await asyncio.gather(*map(compute, servers, numbers))
     return (time.perf_counter() - started) / _MEASURED_PROMPTS
+
+
+def _check(server: str, status: int) -> None:
+    if status != 200:
+        raise InvalidInput(
+            f"{server} answered with status {status}, so nothing is measured", field="replay-server"
+        )
 
 
 async def _store_speed(session: aiohttp.ClientSession, cluster: Cluster) -> float:
@@ -160,6 +172,7 @@ async def _given(session: aiohttp.ClientSession, cluster: Cluster) -> Counter[st
 
 async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     async with session.get(f"{url}/info") as response:
+        _check(url, response.status)
         found = (await response.json()).get("key_values")
     if not found:
         raise InvalidInput(f"{url} stores no keys and values", field="replay-server")

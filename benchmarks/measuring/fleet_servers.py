@@ -58,7 +58,8 @@ class Fleet:
     disk_tokens_per_second: float = 50_000.0
     has_store: bool = False
     store_tokens_per_second: float = 22_000.0  # that a server reads from the store
-    store_bandwidth: float = math.inf  # tokens per second that the store gives to all servers
+    store_tokens: float = math.inf  # that fit into the store
+    store_bandwidth: float = math.inf  # tokens per second that the store gives to and takes from all servers
     slow_factor: float = 4.0  # how much slower a slow server is
     events: tuple[Event, ...] = ()
 
@@ -69,16 +70,13 @@ class Tier:
     def __init__(self, max_tokens: float) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
+        self._texts = count(_FIRST_TEXT)  # keys of texts, which nobody looks up
         # Tokens, since when they are stored, and the tokens that were stored before.
         self._stored: OrderedDict[int, tuple[int, float, int]] = OrderedDict()
 
     def find(self, key: int, now: float) -> int:
-        """Return how many tokens of a prefix are stored now."""
-        found = self._stored.get(key)
-        if found is None:
-            return 0
-        self._stored.move_to_end(key)
-        tokens, since, before = found
+        """Return how many tokens of a prefix are stored now. This is no use of them: only `put` is."""
+        tokens, since, before = self._stored.get(key, (0, now, 0))
         return tokens if since <= now else before
 
     def put(self, key: int, tokens: int, since: float) -> None:
@@ -91,17 +89,23 @@ class Tier:
         while self._tokens > self._max_tokens:
             self._tokens -= self._stored.popitem(last=False)[1][0]
 
+    def put_text(self, tokens: int, since: float) -> None:
+        """Store a text, which nobody looks up, and which takes room until it leaves."""
+        if tokens:
+            self.put(next(self._texts), tokens, since)
+
 
 class Store:
-    """What all servers share, behind a network with a bandwidth."""
+    """What all servers share, behind a network with a bandwidth. Servers read from it and write to it."""
 
-    def __init__(self, bandwidth: float) -> None:
+    def __init__(self, max_tokens: float, bandwidth: float) -> None:
         """bandwidth: tokens per second, of all servers."""
-        self.tier = Tier(math.inf)
+        self.tier = Tier(max_tokens)
+        self.read: Counter[int] = Counter()  # tokens of each second
+        self.written: Counter[int] = Counter()
         self._bandwidth = bandwidth
-        self._read: Counter[int] = Counter()  # tokens of each second
         self._second = 0
-        self._waiting = 0.0  # tokens that were asked for before this second, and have not left the store
+        self._waiting = 0.0  # tokens of the seconds before this one that have not passed the network
 
     def seconds(self, tokens: int, now: float) -> float:
         """Return how long it takes until so many tokens have left the store."""
@@ -110,19 +114,41 @@ class Store:
             self._second += 1
         return (self._behind(int(now)) + tokens) / self._bandwidth
 
-    def take(self, tokens: int, now: float) -> None:
-        """Read so many tokens."""
-        self._read[int(now)] += tokens
+    def take(self, key: int, tokens: int, now: float) -> None:
+        """Read so many tokens of a prefix, which then was used last."""
+        self.tier.put(key, 0, now)
+        self._move(self.read, tokens, now)
+
+    def save(self, request: Request, known: int, now: float) -> None:
+        """Write what a server has computed of a prompt, all behind the known tokens, and the store lacks.
+
+        A server whose writes would wait for more than a second drops them. Tokens whose beginning the store
+        has lost take room, and nobody finds them.
+        """
+        stored = 0 if request.key is None else self.tier.find(request.key, now)
+        lacking = max(0, request.stored - max(known, stored))
+        text = request.tokens - request.stored
+        if self._behind(int(now)) > self._bandwidth:
+            return
+        self._move(self.written, lacking + text, now)
+        if request.key is not None and stored >= known:
+            if lacking:
+                self.tier.put(request.key, request.stored, now)
+        else:
+            text += lacking
+        self.tier.put_text(text, now)
+
+    def _move(self, counts: Counter[int], tokens: int, now: float) -> None:
+        if now < 0:  # the tiers are being filled
+            return
+        counts[int(now)] += tokens
         if now < self._second:  # another server has begun later already
             self._waiting += tokens
 
     def _behind(self, second: int) -> float:
-        """Return how many tokens too many are asked for until the end of a second."""
-        return max(0.0, self._waiting + self._read[second] - self._bandwidth)
-
-    def read_between(self, first: float, last: float) -> int:
-        """Return how many tokens were read in a range of whole seconds."""
-        return sum(self._read[second] for second in range(int(first), int(last)))
+        """Return how many tokens too many there are until the end of a second."""
+        asked = self.read[second] + self.written[second]
+        return max(0.0, self._waiting + asked - self._bandwidth)
 
 
 class Found(NamedTuple):
@@ -147,7 +173,6 @@ class Server:
         self.store = store
         self.speed = fleet.tokens_per_second
         self._fleet = fleet
-        self._texts = count(_FIRST_TEXT)  # keys of texts, which nobody looks up
 
     def look_up(self, request: Request, now: float) -> Found:
         """Return where a prompt's tokens would come from. What is faster computed is not loaded."""
@@ -179,14 +204,13 @@ class Server:
         found = self.look_up(request, start)
         self.free_at = start + found.seconds
         self.work += found.seconds
-        if found.store and self.store is not None:
-            self.store.take(found.store, start)
         tiers = [self.memory] if self.disk is None else [self.memory, self.disk]
         for tier in tiers:
             if request.key is not None:
                 tier.put(request.key, request.stored, self.free_at)
-            if request.tokens > request.stored:  # of a text, which takes room until it leaves
-                tier.put(next(self._texts), request.tokens - request.stored, self.free_at)
-        if request.key is not None and self.store is not None:
-            self.store.tier.put(request.key, request.stored, self.free_at)
+            tier.put_text(request.tokens - request.stored, self.free_at)
+        if self.store is not None:
+            if found.store and request.key is not None:
+                self.store.take(request.key, found.store, start)
+            self.store.save(request, found.memory + found.disk + found.store, self.free_at)
         return found, self.free_at

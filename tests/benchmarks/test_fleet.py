@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,6 +13,7 @@ from command_line import assert_one_line, run, succeeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncache_core import InvalidInput
 from benchmarks.__main__ import main
 from benchmarks.measuring.fleet import (
     ROUTES,
@@ -21,7 +24,7 @@ from benchmarks.measuring.fleet import (
     simulate,
 )
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
-from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Server, Tier
+from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Request, Server, Tier
 
 TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
 FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)
@@ -88,6 +91,24 @@ def test_tier_keeps_the_most_recently_used_prefixes_that_fit(puts):
     assert [tier.find(key, 0.0) for key in range(6)] == [longest[key] for key in range(6)]
 
 
+def test_looking_at_a_server_changes_nothing():
+    server = Server(0, Fleet(servers=1, memory_tokens=200), None)
+    looked_at, other, last = (Request(0.0, key, 100, 100, 100) for key in range(3))
+    server.serve(looked_at, 0.0)
+    server.serve(other, 1.0)
+    assert server.look_up(looked_at, 2.0).memory == 100
+    server.serve(last, 2.0)
+    assert [server.look_up(request, 9.0).memory for request in (looked_at, other)] == [0, 100]
+
+
+def test_server_that_is_slow_from_the_start_works_longer():
+    usual, slow = (
+        next(simulate(["bounded ring hash"], TRAFFIC, replace(FLEET, events=events)))
+        for events in ((), (Event(0, EventKind.SLOW, 3),))
+    )
+    assert slow.busy > 1.3 * usual.busy
+
+
 def test_requests_arrive_in_order_at_the_load_asked_for():
     requests = draw_requests(TRAFFIC, FLEET)
     assert all(before.arrival <= after.arrival for before, after in pairwise(requests))
@@ -118,14 +139,23 @@ def test_event_that_cannot_happen_is_refused(event):
     assert_one_line(run("fleet", "--event", event, program=main), "--event")
 
 
-async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
+@pytest.mark.parametrize("options", [("--event", "20:lost:1"), ("--entrances", 2), ("--output", "plots")])
+def test_option_that_a_replay_does_not_follow_is_refused(options):
+    url = "http://127.0.0.1:9"
+    assert_one_line(
+        run("fleet", "--replay", url, "--replay-server", url, *options, program=main), options[0], "--replay"
+    )
+
+
+async def _serve_prefixes(seen: set[tuple[int, ...]], status: int = 200) -> web.AppRunner:
     """Serve what the replay asks for. Tokens are cached that an earlier prompt begins with."""
 
     async def embed(request: web.Request) -> web.Response:
         [ids] = (await request.json())["inputs"]
         cached = next((size for size in range(len(ids), 0, -1) if tuple(ids[:size]) in seen), 0)
         seen.update(tuple(ids[:size]) for size in range(1, len(ids) + 1))
-        return web.json_response([[0.0]], headers={"X-AttnCache-Cached-Tokens": f"{cached}/{len(ids)}"})
+        headers = {"X-AttnCache-Cached-Tokens": f"{cached}/{len(ids)}"}
+        return web.json_response([[0.0]], status=status, headers=headers)
 
     async def info(_: web.Request) -> web.Response:
         memory, given = {"most_bytes": 10**9}, {"memory": len(seen), "disk": 0}
@@ -140,21 +170,32 @@ async def _serve_prefixes(seen: set[tuple[int, ...]]) -> web.AppRunner:
     return runner
 
 
+async def _with_server(ask, status=200):
+    """Return what `ask` returns for a cluster of one server, which is its own entrance."""
+    runner = await _serve_prefixes(set(), status)
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    try:
+        return await ask(Cluster(url, [url]))
+    finally:
+        await runner.cleanup()
+
+
+def test_server_that_refuses_is_named_and_not_measured():
+    request = Request(0.0, None, 0, 0, 10)
+    for ask in (measured_fleet, partial(replay, requests=[request])):
+        with pytest.raises(InvalidInput, match=r"http://127\.0\.0\.1:.*401"):
+            asyncio.run(_with_server(ask, 401))
+
+
 def test_replay_finds_the_hit_rate_of_the_simulation():
     fleet = Fleet(servers=1, tokens_per_second=2000.0)
     traffic = Traffic(2, 0.9, prefix_tokens=(20, 40), text_tokens=10, turn_tokens=20, think_seconds=0.2)
     requests = [request for request in draw_requests(traffic, fleet) if request.arrival >= 0]
 
-    async def replayed():
-        runner = await _serve_prefixes(set())
-        host, port = runner.addresses[0][:2]
-        cluster = Cluster(f"http://{host}:{port}", [f"http://{host}:{port}"])
-        try:
-            return await measured_fleet(cluster), await replay(cluster, requests)
-        finally:
-            await runner.cleanup()
+    async def both(cluster):
+        return await measured_fleet(cluster), await replay(cluster, requests)
 
-    measured, found = asyncio.run(replayed())
+    measured, found = asyncio.run(_with_server(both))
     simulated = Simulation(fleet).run("bounded ring hash", requests)
     assert measured.memory_tokens == 10**9
     assert found.statuses == {200: len(requests)}
@@ -162,7 +203,27 @@ def test_replay_finds_the_hit_rate_of_the_simulation():
     assert found.computed_tokens == pytest.approx(simulated.computed_tokens, rel=0.15)
 
 
-def test_servers_read_no_more_than_the_store_gives():
+def test_servers_read_and_write_no_more_than_the_store_gives_and_takes():
     fleet = Fleet(servers=6, entrances=2, memory_tokens=5000, has_store=True, store_bandwidth=2000.0)
     for report in simulate(ROUTES, TRAFFIC, fleet):
-        assert 0 < report.read_tokens_per_second < 1.1 * 2000
+        assert min(report.read_tokens_per_second, report.written_tokens_per_second) > 0
+        assert report.read_tokens_per_second + report.written_tokens_per_second < 1.1 * 2000
+
+
+def test_store_takes_what_was_computed_once():
+    """Servers that keep nothing read every prefix, and write every new token."""
+    fleet = Fleet(servers=6, memory_tokens=0, has_store=True, store_tokens_per_second=1e9)
+    traffic = Traffic(seconds=400, load=0.6, prefixes=5)
+    [report] = simulate(["least requests"], traffic, fleet)
+    assert report.written_tokens_per_second == pytest.approx(report.computed_tokens / 200, rel=0.02)
+    assert report.written_tokens_per_second == pytest.approx(0.6 * 6 * 800, rel=0.15)
+
+
+def test_store_that_is_too_small_forgets_prefixes():
+    fleet = Fleet(servers=6, memory_tokens=5000, has_store=True)
+    whole, small = (
+        next(simulate(["bounded ring hash"], TRAFFIC, replace(fleet, store_tokens=tokens)))
+        for tokens in (10**9, 20_000)
+    )
+    assert small.store_hit_rate < 0.7 * whole.store_hit_rate
+    assert small.busy > 1.1 * whole.busy
