@@ -165,7 +165,7 @@ class Server:
 
     def __init__(self, number: int, fleet: Fleet, store: Store | None) -> None:
         self.number = number
-        self.free_at = 0.0
+        self.free_at = -math.inf
         self.work = 0.0  # seconds
         self.is_lost = False
         self.memory = Tier(fleet.memory_tokens)
