@@ -107,11 +107,14 @@ class Store:
         self._second = 0
         self._waiting = 0.0  # tokens of the seconds before this one that have not passed the network
 
-    def seconds(self, tokens: int, now: float) -> float:
-        """Return how long it takes until so many tokens have left the store."""
+    def advance(self, now: float) -> None:
+        """Nobody reads or writes any more before this time."""
         while self._second < int(now):
             self._waiting = self._behind(self._second)
             self._second += 1
+
+    def seconds(self, tokens: int, now: float) -> float:
+        """Return how long it takes until so many tokens have left the store."""
         return (self._behind(int(now)) + tokens) / self._bandwidth
 
     def take(self, key: int, tokens: int, now: float) -> None:
@@ -139,16 +142,15 @@ class Store:
         self.tier.put_text(text, now)
 
     def _move(self, counts: Counter[int], tokens: int, now: float) -> None:
-        if now < 0:  # the tiers are being filled
-            return
-        counts[int(now)] += tokens
-        if now < self._second:  # another server has begun later already
-            self._waiting += tokens
+        if now >= 0:  # before, the tiers are being filled
+            counts[int(now)] += tokens
 
     def _behind(self, second: int) -> float:
         """Return how many tokens too many there are until the end of a second."""
-        asked = self.read[second] + self.written[second]
-        return max(0.0, self._waiting + asked - self._bandwidth)
+        waiting = self._waiting
+        for each in range(self._second, second + 1):
+            waiting = max(0.0, waiting + self.read[each] + self.written[each] - self._bandwidth)
+        return waiting
 
 
 class Found(NamedTuple):
@@ -165,7 +167,7 @@ class Server:
 
     def __init__(self, number: int, fleet: Fleet, store: Store | None) -> None:
         self.number = number
-        self.free_at = 0.0
+        self.free_at = -math.inf
         self.work = 0.0  # seconds
         self.is_lost = False
         self.memory = Tier(fleet.memory_tokens)
@@ -201,6 +203,8 @@ class Server:
     def serve(self, request: Request, now: float) -> tuple[Found, float]:
         """Compute a prompt when its turn comes. Returns where its prefix was, and when it is answered."""
         start = max(now, self.free_at)
+        if self.store is not None:
+            self.store.advance(now)
         found = self.look_up(request, start)
         self.free_at = start + found.seconds
         self.work += found.seconds

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from benchmarks.measuring.fleet import (
     simulate,
 )
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
-from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Request, Server, Tier
+from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Request, Server, Store, Tier
 
 TRAFFIC = Traffic(seconds=60, load=0.6, few_shot=0.4, conversations=0.4, seed=3)
 FLEET = Fleet(servers=6, entrances=2, memory_tokens=20_000, disk_tokens=60_000, has_store=True)
@@ -211,12 +212,25 @@ def test_servers_read_and_write_no_more_than_the_store_gives_and_takes():
 
 
 def test_store_takes_what_was_computed_once():
-    """Servers that keep nothing read every prefix, and write every new token."""
+    """Servers that keep nothing read every prefix, and write every new token. Nothing waits at the start."""
     fleet = Fleet(servers=6, memory_tokens=0, has_store=True, store_tokens_per_second=1e9)
     traffic = Traffic(seconds=400, load=0.6, prefixes=5)
-    [report] = simulate(["least requests"], traffic, fleet)
+    simulation = Simulation(fleet)
+    report = simulation.run("least requests", draw_requests(traffic, fleet))
+    assert simulation.store.written[0] < 4 * report.written_tokens_per_second
     assert report.written_tokens_per_second == pytest.approx(report.computed_tokens / 200, rel=0.02)
     assert report.written_tokens_per_second == pytest.approx(0.6 * 6 * 800, rel=0.15)
+
+
+def test_server_that_is_far_behind_does_not_keep_others_from_the_store():
+    fleet = Fleet(servers=2, memory_tokens=0, has_store=True, store_bandwidth=2000.0)
+    store = Store(math.inf, fleet.store_bandwidth)
+    behind, other = (Server(number, fleet, store) for number in range(2))
+    behind.free_at = 500.0
+    behind.serve(Request(0.0, 1, 100, 100, 100), 0.0)
+    for second in range(20):
+        other.serve(Request(second, None, 0, 0, 500), second)
+    assert sum(store.written[second] for second in range(30)) == 20 * 500
 
 
 def test_store_that_is_too_small_forgets_prefixes():
