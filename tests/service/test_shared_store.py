@@ -130,6 +130,7 @@ def test_shared_store_does_what_a_dictionary_does(valkey, steps):
 
 
 async def test_shared_values_expire_and_a_large_store_is_counted_by_a_sample(valkey):
+    valkey.ask("FLUSHALL")
     stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
     store = stores.store("use")
     for number in range(3):
