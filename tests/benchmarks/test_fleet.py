@@ -110,6 +110,16 @@ def test_server_that_is_slow_from_the_start_works_longer():
     assert slow.busy > 1.3 * usual.busy
 
 
+def test_bounded_load_keeps_up_where_one_server_is_always_busy():
+    """Half of the requests have one prefix, and are more than its server can do."""
+    hot, plain = Request(0.0, 0, 90, 90, 100), Request(0.0, None, 0, 0, 10)
+    requests = [(hot, plain)[number % 2]._replace(arrival=number / 5) for number in range(1200)]
+    fleet = Fleet(servers=4, tokens_per_second=20.0, store_tokens_per_second=1e9, has_store=True)
+    alone, bounded = (Simulation(fleet).run(route, requests) for route in ("ring hash", "bounded ring hash"))
+    assert [report.is_steady for report in (alone, bounded)] == [False, True]
+    assert bounded.busy * bounded.greatest >= 1
+
+
 def test_requests_arrive_in_order_at_the_load_asked_for():
     requests = draw_requests(TRAFFIC, FLEET)
     assert all(before.arrival <= after.arrival for before, after in pairwise(requests))
