@@ -125,7 +125,7 @@ class ServiceState:
             self.metrics.watch_shared(lambda: any(part.is_away() for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
-        if self._of_all is not None and settings.shares("sessions"):
+        if self._of_all is not None and settings.shared_for("sessions"):
             histories = self._of_all.store("sessions")
         self.sessions = Sessions(
             histories,
@@ -149,7 +149,7 @@ class ServiceState:
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
-        of_all = [self._of_all.store("quotas")] if self._of_all and settings.shares("quotas") else []
+        of_all = [self._of_all.store("quotas")] if self._of_all and settings.shared_for("quotas") else []
         self.keys = key_ring(settings, *of_all, shared)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
@@ -326,8 +326,8 @@ def _exchange_findings(serving: Serving) -> None:
 
 def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
     """Return the stores for what all machines share; None if they share neither sessions nor quotas."""
-    address = settings.shared_address
-    if address is None or not (settings.shares("sessions") or settings.shares("quotas")):
+    address = settings.shared_for("sessions", "quotas")
+    if address is None:
         return None
     # Here, because without --shared nothing of it is imported.
     from service.shared.store import SharedStores
@@ -337,8 +337,8 @@ def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
 
 def _shared_findings(settings: Settings) -> FindingsOfAll | None:
     """Return what exchanges findings with other machines; None if they do not share findings."""
-    address = settings.shared_address
-    if address is None or not settings.shares("findings"):
+    address = settings.shared_for("findings")
+    if address is None:
         return None
     from service.shared.findings import findings_of_all
 

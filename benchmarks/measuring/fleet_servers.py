@@ -75,7 +75,7 @@ class Tier:
         self._stored: OrderedDict[int, tuple[int, float, int]] = OrderedDict()
 
     def find(self, key: int, now: float) -> int:
-        """Return how many tokens of a prefix are stored now. This is no use of them: only `put` is."""
+        """Return how many tokens of a prefix are stored now. To look a prefix up does not use it."""
         tokens, since, before = self._stored.get(key, (0, now, 0))
         return tokens if since <= now else before
 
@@ -108,7 +108,7 @@ class Store:
         self._waiting = 0.0  # tokens of the seconds before this one that have not passed the network
 
     def advance(self, now: float) -> None:
-        """Nobody reads or writes any more before this time."""
+        """Note that nobody reads or writes any more before this time."""
         while self._second < int(now):
             self._waiting = self._behind(self._second)
             self._second += 1

@@ -159,7 +159,8 @@ class QuotaUse:
         for tries in range(_MAX_TRIES):
             before, now = await store.get(self._key), self._clock()
             if before is not None and before == after:
-                return True  # a question that was asked twice has the answer to the second one
+                # Written, though the store said otherwise: it was asked twice, and the second answer came.
+                return True
             used = _Used.read(before, self._quotas, now)
             used.set_in_flight(self._process, self._in_flight, now + self._max_seconds)
             is_changed = [change.apply(used, self._process, now + self._max_seconds) for change in changes]

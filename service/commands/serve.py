@@ -69,7 +69,7 @@ def _check_shared(settings: Settings) -> None:
             "--shared needs another package; install it with: pip install 'attncache[cluster]'",
             field="shared",
         ) from error
-    check_store(address, settings.shares("kv"))
+    check_store(address, settings.shared_for("kv") is not None)
 
 
 def _summarised(loaded: Iterator[Loaded], settings: Settings, urls: Sequence[str]) -> Iterator[Loaded]:

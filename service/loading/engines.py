@@ -191,11 +191,11 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
 def prepare_reuse(engine: PrefillEngine, settings: Settings) -> None:
     """Let an engine reuse maps where the gain is known to suffice, and blend chunks as the gate allows."""
     if engine.map_reuse:
-        if settings.shares("findings") and (address := settings.shared_address):
+        if address := settings.shared_for("findings"):
             from service.shared.findings import findings_of_all
 
             engine.map_reuse.share_findings(findings_of_all(address))
-        if settings.verify_rate or settings.shares("findings"):
+        if settings.verify_rate or address:
             # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
             engine.map_reuse.keep_verified({})
         require_gain(engine, settings.min_gain, measure=False)
@@ -231,8 +231,8 @@ def _key_value_options(settings: Settings) -> KeyValueOptions | None:
 
 
 def _shared_blocks(settings: Settings) -> BlockValues | None:
-    address = settings.shared_address
-    if address is None or not settings.shares("kv"):
+    address = settings.shared_for("kv")
+    if address is None:
         return None
     # Here, because without --shared nothing of it is imported.
     from service.shared.blocks import SharedBlocks

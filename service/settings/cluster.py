@@ -89,6 +89,6 @@ class Cluster(Group):
         """Where the shared store is; None: there is none."""
         return None if self.shared is None else SharedAddress.parse(self.shared.get_secret_value())
 
-    def shares(self, use: SharedUse) -> bool:
-        """Return whether machines share this."""
-        return self.shared is not None and use in self.shared_uses.split(",")
+    def shared_for(self, *uses: SharedUse) -> SharedAddress | None:
+        """Return where the shared store is, if machines share one of these uses there."""
+        return self.shared_address if set(uses) & set(self.shared_uses.split(",")) else None

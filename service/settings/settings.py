@@ -79,7 +79,7 @@ class Settings(
         self._refuse_without("kv", _OF_KEY_VALUES)
         if self.kv_dir is None:
             self._refuse(("kv_disk_bytes",), "without --kv-dir; give both or none")
-            if not self.shares("kv"):
+            if not self.shared_for("kv"):
                 self._refuse(("kv_disk_dtype",), "without --kv-dir or --shared; give one of them too")
         if self.shared is None:
             self._refuse(("shared_uses",), "without --shared; give both or none")

@@ -52,8 +52,9 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
     (exceptions.ConnectionError, "there is no connection"),
     ((OSError, RuntimeError), "there is no connection"),
 )
-# RuntimeError: uvloop's, of a connection that the server has closed.
-_FAILURES = (exceptions.ValkeyError, OSError, RuntimeError)
+_FAILURES = (exceptions.ValkeyError, OSError)
+# RuntimeError: uvloop's, about a connection that the server has closed.
+_FAILURES_ON_LOOP = (*_FAILURES, RuntimeError)
 _Answer = TypeVar("_Answer")
 
 
@@ -126,7 +127,7 @@ class Client:
             raise _unavailable("it did not answer before")
         try:
             answer = await self._answer(question)
-        except _FAILURES as error:
+        except _FAILURES_ON_LOOP as error:
             self._circuit.note(error)
             raise _unavailable(_reason(error)) from None
         self._circuit.answered()

@@ -127,10 +127,8 @@ class Transfers:
         # Bytes of blocks in memory per second, from each tier; 0: not measured.
         self.load_speed = self.remote_speed = 0.0
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
-        self._learned_bytes, self._learned_seconds = (
-            0,
-            0.0,
-        )  # of what says how fast other machines' blocks load
+        # Of loaded blocks of other machines, until they say how fast such blocks load.
+        self._learned_bytes, self._learned_seconds = 0, 0.0
         self._buffer = write_buffer_blocks
         self._closing = self._write_failed = False
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
