@@ -262,6 +262,8 @@ class ServiceState:
             loop.call_soon_threadsafe(callback, *arguments)
 
     def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
+        if self._ended.is_set():  # nobody would stop what starts here
+            return
         scrubber = Scrubber(engine.map_reuse.search.store, self.metrics) if engine.map_reuse else None
         if self._serving is None:
             limits = Limits(

@@ -101,6 +101,22 @@ async def test_memory_of_the_first_engine_is_freed():
             await asyncio.sleep(0.01)
 
 
+def threads(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+async def test_engine_that_comes_while_the_server_ends_starts_nothing():
+    successor, loading = Successor(FakeEngine(stored={"a"})), len(threads("load"))
+    scrubbing = len(threads("scrub"))
+    async with starting(successor, verify_rate=0) as client:
+        await ready(client)
+    successor.may_come.set()
+    while len(threads("load")) > loading:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)  # what the thread has given to the event loop
+    assert len(threads("scrub")) == scrubbing
+
+
 async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog):
     failed = []
 
