@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import service.ending  # noqa: F401 # isort: skip - before anything that loads torch
 
+import gc
 import importlib
 from collections import UserDict
 from typing import IO, Any
 
 import click
 
-from attncache_core import AttnCacheError
+from attncache_core.errors import AttnCacheError
 from attncache_core.version import __version__
 
 
@@ -22,27 +23,32 @@ class LazyCommands(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> click.Command:
         module, _, attribute = self.data[name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        # What modules make stays until the end, so the collector would look at it again and again in vain.
+        gc.disable()
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        finally:
+            gc.freeze()
+            gc.enable()
         return command
 
 
-_COMMANDS = LazyCommands(
-    {
-        "build": "service.commands.build:build",
-        "calibrate": "service.commands.calibrate:calibrate",
-        "classify": "service.commands.bulk:classify",
-        "embed": "service.commands.bulk:embed",
-        "evaluate": "service.commands.evaluate:evaluate",
-        "fit-classifier": "service.commands.fit:fit",
-        "inspect": "service.commands.database:inspect",
-        "prune": "service.commands.prune:prune",
-        "push": "service.commands.push:push",
-        "renew": "service.commands.renew:renew",
-        "serve": "service.commands.serve:serve",
-        "tune": "service.commands.tune:tune",
-        "verify": "service.commands.database:verify",
-    }
-)
+# For each command its line in `attncache --help`, which imports none of them, and where it is.
+_COMMANDS = {
+    "build": ("Build a database of attention maps from a corpus.", "build:build"),
+    "calibrate": ("Choose what may be reused within a quality budget.", "calibrate:calibrate"),
+    "classify": ("Classify the texts of files of any size.", "bulk:classify"),
+    "embed": ("Embed the texts of files of any size.", "bulk:embed"),
+    "evaluate": ("Measure what reuse costs in quality and saves in time.", "evaluate:evaluate"),
+    "fit-classifier": ("Fit a linear classifier on embeddings.", "fit:fit"),
+    "inspect": ("Show the content of a database.", "database:inspect"),
+    "prune": ("Measure how much each layer of a model matters.", "prune:prune"),
+    "push": ("Send a database to an object store.", "push:push"),
+    "renew": ("Renew a database from newer texts while servers use it.", "renew:renew"),
+    "serve": ("Serve embeddings and classes over HTTP.", "serve:serve"),
+    "tune": ("Find the best way to spend a quality budget on your texts.", "tune:tune"),
+    "verify": ("Read all files of a database and report damage.", "database:verify"),
+}
 
 
 class _OneLine(click.ClickException):
@@ -70,6 +76,10 @@ class OneLineErrors(click.Group):
 
 
 class _Main(OneLineErrors):
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (line, _) in _COMMANDS.items()])
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -78,7 +88,10 @@ class _Main(OneLineErrors):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Main, commands=_COMMANDS)
+@click.group(
+    cls=_Main,
+    commands=LazyCommands({name: f"service.commands.{place}" for name, (_, place) in _COMMANDS.items()}),
+)
 @click.version_option(__version__, prog_name="attncache")
 def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""

@@ -2,6 +2,8 @@
 
 import process_setup  # noqa: F401, I001 - before anything that loads torch
 
+import gc
+
 import numpy as np
 import pytest
 from core_models import random_text, write_model, write_sentence_transformer
@@ -26,6 +28,12 @@ settings.register_profile(
 settings.register_profile("fuzz", settings.get_profile("attncache"), derandomize=False, max_examples=2000)
 settings.register_profile("quick", settings.get_profile("attncache"), max_examples=5)
 settings.load_profile("attncache")
+
+
+def pytest_collection_finish():
+    """Let the garbage collector run again, and look only at what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

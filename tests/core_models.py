@@ -88,11 +88,8 @@ def new_objects() -> Iterator[Callable[[type], list[Any]]]:
         return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
     gc.collect()
-    gc.freeze()  # what exists already is looked at no more, which would take a second
-    try:
-        yield living
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # what exists already is looked at no more, here and later, which would take a second
+    yield living
 
 
 # The words of random texts, without pieces and punctuation, which would merge with their neighbours.

@@ -1,7 +1,10 @@
 """The environment of a test process, imported before anything that loads torch."""
 
+import gc
 import os
 
+# Until all tests are collected: what modules make stays, and the collector would look at it again and again.
+gc.disable()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The value that attncache_core sets, which the tests import after torch: too late.

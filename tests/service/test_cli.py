@@ -1,4 +1,6 @@
 import socket
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -25,6 +27,19 @@ def test_help_shows_options_variables_and_defaults():
     for shown in ("--max-batch-tokens", "ATTNCACHE_MAX_BATCH_TOKENS", "1024", "--reuse / --no-reuse", "θ"):
         assert shown in text
     assert "AUTO]" not in text  # the name of an enum member
+
+
+def test_help_names_every_command_and_imports_none():
+    program = (
+        "import contextlib, sys; from service.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "print([name for name in sys.modules if name.startswith(('torch', 'service.commands'))])"
+    )
+    lines = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
+    assert lines[-1] == "[]"
+    commands = lines[lines.index("Commands:") + 1 : -1]
+    assert [line.split()[0] for line in commands] == sorted(main.commands)
+    assert all(line.endswith(".") for line in commands)
 
 
 def test_help_lists_the_options_by_group():
