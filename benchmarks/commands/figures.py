@@ -188,8 +188,6 @@ FIGURES = (
         ' --peer "openvino fp32"',
         engines,
     ),
-    Figure("benchmarks.md", "products", "products"),
-    Figure("benchmarks.md", "attention-kernel", "attention-kernel"),
     Figure("benchmarks.md", "index", "index", index),
     Figure("benchmarks.md", "experts", "experts --dtype bfloat16"),
     Figure("benchmarks.md", "first-starts", "first-starts --starts 5"),
