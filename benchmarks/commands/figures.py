@@ -163,9 +163,10 @@ def sessions(report: Report) -> str:
 
 
 def month(report: Report) -> str:
-    """Return the figures of databases that follow the traffic, and what follows from them."""
-    blocks = [f"{title}:\n\n{table(columns, rows)}" for title, columns, rows in drift.tables(report)]
-    return "\n\n".join([*blocks, report["decision"]])
+    """Return the totals of databases that follow the traffic, and what follows from them."""
+    view = "with verification"
+    _, columns, rows = next(found for found in drift.tables(report) if found[0] == view)
+    return f"{view}:\n\n{table(columns, rows)}\n\n{report['decision']}"
 
 
 _PEERS = " ".join(
