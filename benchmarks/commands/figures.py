@@ -190,7 +190,6 @@ FIGURES = (
         engines,
     ),
     Figure("benchmarks.md", "index", "index", index),
-    Figure("benchmarks.md", "experts", "experts --dtype bfloat16"),
     Figure("benchmarks.md", "first-starts", "first-starts --starts 5"),
     Figure("benchmarks.md", "plain-executor", "plain-executor"),
     Figure("quality.md", "larger-shapes", "model-sizes --lengths 16 32 128 512 --rounds 3 --threads 2"),
