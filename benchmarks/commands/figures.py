@@ -163,9 +163,10 @@ def sessions(report: Report) -> str:
 
 
 def month(report: Report) -> str:
-    """Return the figures of databases that follow the traffic, and what follows from them."""
-    blocks = [f"{title}:\n\n{table(columns, rows)}" for title, columns, rows in drift.tables(report)]
-    return "\n\n".join([*blocks, report["decision"]])
+    """Return the totals of databases that follow the traffic, and what follows from them."""
+    view = "with verification"
+    _, columns, rows = next(found for found in drift.tables(report) if found[0] == view)
+    return f"{view}:\n\n{table(columns, rows)}\n\n{report['decision']}"
 
 
 _PEERS = " ".join(
@@ -188,10 +189,7 @@ FIGURES = (
         ' --peer "openvino fp32"',
         engines,
     ),
-    Figure("benchmarks.md", "products", "products"),
-    Figure("benchmarks.md", "attention-kernel", "attention-kernel"),
     Figure("benchmarks.md", "index", "index", index),
-    Figure("benchmarks.md", "experts", "experts --dtype bfloat16"),
     Figure("benchmarks.md", "first-starts", "first-starts --starts 5"),
     Figure("benchmarks.md", "plain-executor", "plain-executor"),
     Figure("quality.md", "larger-shapes", "model-sizes --lengths 16 32 128 512 --rounds 3 --threads 2"),
