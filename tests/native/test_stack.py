@@ -102,30 +102,31 @@ def test_order_of_the_sequences_does_not_matter(stack, lengths, threads, data):
     assert all(torch.equal(rows, found[number]) for rows, number in zip(moved, order, strict=True))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths, threads):
+def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths):
     sequences = sequences_of(lengths)
-    whole, counts = run(stack, sequences, threads)
-    first, counts_of_first = run(stack, sequences, threads, layers=range(1))
-    second, counts_of_rest = run(stack, sequences, threads, layers=range(1, LAYERS), hidden=torch.cat(first))
-    assert all(torch.equal(one, other) for one, other in zip(whole, second, strict=True))
-    assert counts.multiplications == counts_of_first.multiplications + counts_of_rest.multiplications
-    assert counts.map_rows == counts_of_first.map_rows + counts_of_rest.map_rows
+    for threads in (1, 2, 4):
+        whole, counts = run(stack, sequences, threads)
+        first, counts_of_first = run(stack, sequences, threads, layers=range(1))
+        rest = range(1, LAYERS)
+        second, counts_of_rest = run(stack, sequences, threads, layers=rest, hidden=torch.cat(first))
+        assert all(torch.equal(one, other) for one, other in zip(whole, second, strict=True)), threads
+        assert counts.multiplications == counts_of_first.multiplications + counts_of_rest.multiplications
+        assert counts.map_rows == counts_of_first.map_rows + counts_of_rest.map_rows
 
 
 @pytest.mark.parametrize("hits", [0, 1])
-@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads, hits):
+def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, hits):
     ids = np.concatenate(sequences_of(lengths))
     offsets, skipped = np.concatenate(([0], np.cumsum(lengths))), np.minimum(3, np.array(lengths) - 1)
     rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
     records = given_to(lengths[:hits])
-    states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
-    pooled, _ = stack.vectors(rows, threads, reused_records(records))
-    assert pooled.finite.all()
-    np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
+    for threads in (1, 2, 4):
+        states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
+        pooled, _ = stack.vectors(rows, threads, reused_records(records))
+        assert pooled.finite.all()
+        np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)

@@ -34,7 +34,7 @@ from attncache_core.runtime import files
 from attncache_core.runtime.files import left_unfinished
 
 # `make kills` sets 1000.
-KILLS = int(os.environ.get("ATTNCACHE_KILLS", "50"))
+KILLS = int(os.environ.get("ATTNCACHE_KILLS", "20"))
 
 
 @pytest.fixture

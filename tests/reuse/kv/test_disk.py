@@ -366,7 +366,7 @@ def test_two_processes_stay_below_the_limit_together(folder):
     DiskTier(folder, SIZES, most)
     writers = [
         fork.Process(target=write_blocks, args=(folder, numbers, most))
-        for numbers in (range(0, 150), range(100, 250))
+        for numbers in (range(0, 60), range(40, 100))
     ]
     for writer in writers:
         writer.start()
@@ -376,7 +376,7 @@ def test_two_processes_stay_below_the_limit_together(folder):
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert max(seen) <= most
     tier = DiskTier(folder, SIZES, most)
-    kept = [number for number in range(250) if tier.contains(block(number).key)]
+    kept = [number for number in range(100) if tier.contains(block(number).key)]
     assert len(kept) >= 6
     assert all(read(tier, block(number)) == content(number) for number in kept)
     assert_accounted(tier, folder)
