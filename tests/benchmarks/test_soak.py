@@ -29,7 +29,7 @@ def test_server_survives_a_short_soak(
 ) -> None:
     model = ["--model", str(tiny_checkpoint.folder), "--dtype", "float32", "--threads", "1"]
 
-    report = soak(tiny_database, TEXTS, seconds=8, clients=8, serve=model)
+    report = soak(tiny_database, TEXTS, seconds=5, clients=8, serve=model)
 
     assert not report.problems, report.table()
     asked = {path for path, status in report.record.statuses if status == 200}

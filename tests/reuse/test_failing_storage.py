@@ -238,10 +238,16 @@ def test_engine_still_uses_the_old_files_after_its_database_is_built_again(
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 
 
-SETTLED = 2.2  # seconds after which a changed file is used again
+SETTLED = 0.4  # seconds after which a changed file is used again
+
+
+@pytest.fixture
+def settles_soon(monkeypatch):
+    monkeypatch.setattr("attncache_core.reuse.storage.segment._SETTLED_AFTER_SECONDS", SETTLED - 0.1)
 
 
 @mapped_records
+@pytest.mark.usefixtures("settles_soon")
 def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpoint, folder, recorded):
     engine = engine_on(tiny_checkpoint, folder)
     run(engine, recorded)
@@ -264,6 +270,7 @@ def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpo
 
 
 @mapped_records
+@pytest.mark.usefixtures("settles_soon")
 def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_checkpoint, folder, recorded):
     """Like the second of two writes within one tick of the file system's clock."""
     engine = engine_on(tiny_checkpoint, folder)
@@ -293,6 +300,7 @@ def restrict(path: Path) -> None:
     path.chmod(0o400)
 
 
+@pytest.mark.usefixtures("settles_soon")
 @pytest.mark.parametrize(("change", "seconds"), [(touch, SETTLED), (extend, SETTLED), (restrict, 0)])
 def test_records_are_still_used_after_a_change_outside_the_records(
     tiny_checkpoint, folder, recorded, expected, change, seconds
