@@ -95,3 +95,7 @@ class _Main(OneLineErrors):
 @click.version_option(__version__, prog_name="attncache")
 def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""
+
+
+if __name__ == "__main__":
+    main()
