@@ -226,7 +226,7 @@ class Call:
 
         Raises the error of the result, ClientGone or DeadlineExceeded.
         """
-        loop = asyncio.get_running_loop()
+        loop = pending.get_loop()
         watches: list[asyncio.Task[None]] = []
         timer = loop.call_later(
             # Since the request began, because a request may wait for short times, one after the other.
