@@ -221,7 +221,7 @@ class Batcher:
 
     def _compute_again(self, request: PendingRequest, text: int) -> None:
         """Let a request compute a text that it expected from another one."""
-        self._start(self._queue.add_again(request, text))
+        self._start(self._queue.add(request, [text], admitted=True))
 
     def _run_until_empty(self) -> None:
         try:

@@ -170,11 +170,6 @@ class PendingRequest:
         return self.source.count * self.plans
 
     @property
-    def is_tokenized(self) -> bool:
-        """Whether all texts that the request computes are token sequences."""
-        return not self.untokenized
-
-    @property
     def guessed_tokens(self) -> int:
         """About how many tokens the sequences have that are not tokenised yet."""
         return round(self.guessed_each * self.untokenized)

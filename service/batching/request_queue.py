@@ -91,33 +91,25 @@ class RequestQueue:
             self._threads = threads
             self._speed.round_tokens = threads * self._limits.batch_tokens
 
-    def add(self, request: PendingRequest, texts: Sequence[int] | None = None) -> int:
+    def add(
+        self, request: PendingRequest, texts: Sequence[int] | None = None, *, admitted: bool = False
+    ) -> int:
         """Queue texts of a request. Returns the number of engine threads that the caller must start.
 
-        texts: None for all. Raises QueueFull if the sequences or tokens do not fit, or if too much comes
-        before them.
-        """
-        count, tokens = request.compute(texts, self._characters_of_token)
-        with self._lock:
-            self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
-            self._enter(request, count, tokens)
-            starting = max(0, min(self._threads - self._running, count))
-            starting = starting if self._may_begin_batch() else 0
-            self._running += starting
-        return starting
-
-    def add_again(self, request: PendingRequest, text: int) -> int:
-        """Queue a text that its request expected from another, and must compute itself after all.
-
-        Returns the number of engine threads that the caller must start.
+        texts: None for all. admitted: whether they belong to a request that was admitted before. Raises
+        QueueFull if sequences or tokens of others do not fit, or if too much comes before them.
         """
         with self._lock:
-            count, tokens = request.compute([text], self._characters_of_token)
-            self._enter(request, count, tokens)
-            # Asked after the text was added: a request that ends now is withdrawn with it.
+            characters_per_token = self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN
+            sequences, tokens = request.compute(texts, characters_per_token)
+            if not admitted:
+                self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
+            self._enter(request, sequences, tokens)
+            # Asked after the texts were added: a request that ends now is withdrawn with them.
             if request.future.done():
                 self._leave(request)
-            starting = int(self._running < self._threads and self._may_begin_batch())
+            starting = max(0, min(self._threads - self._running, sequences))
+            starting = starting if self._may_begin_batch() else 0
             self._running += starting
         return starting
 
@@ -145,8 +137,8 @@ class RequestQueue:
             with self._lock:
                 requests = list(self._order)
             for request in requests:
-                while request.queued and not (
-                    request.is_tokenized or request.waiting or request.future.done()
+                while (
+                    request.queued and request.untokenized and not (request.waiting or request.future.done())
                 ):
                     self._tokenize_part(request)
                 with self._lock:
@@ -240,7 +232,7 @@ class RequestQueue:
                         room.part = max(self.min_part, math.ceil(self._waiting_tokens / free))
                     if not self._take(request, room, batch):
                         return
-                if request.is_tokenized and not request.waiting:
+                if not (request.untokenized or request.waiting):
                     self._leave(request)
                     continue
                 if batch and not room.has_any:
@@ -303,14 +295,10 @@ class RequestQueue:
 
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
-        if request.is_tokenized:
+        if not request.untokenized:
             measured = max(0.1, request.characters * request.plans / request.computed_tokens)
             before = self._characters_per_token
             self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
-
-    @property
-    def _characters_of_token(self) -> float:
-        return self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN
 
     def _may_begin_batch(self) -> bool:
         """Return whether a free thread should begin a batch now. The caller must hold the lock."""
