@@ -149,7 +149,10 @@ class PendingRequest:
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
     # What is not begun to be tokenised: some texts, and their places among the texts of the request.
     _sources: deque[tuple[Source, Sequence[int]]] = field(default_factory=deque)
-    _made: Iterator[Slice] | None = None
+    # The source that is tokenised: its parts, the places of its texts, how many of them are token sequences.
+    _parts: Iterator[Tokenized] = field(default_factory=lambda: iter(()))
+    _texts: Sequence[int] = ()
+    _tokenized: int = 0
     _last_ids: Sequence[int] | None = None  # of the sequence that was tokenised last
     # Results with the places of their sequences; several threads may add results.
     _results: list[tuple[Sequence[int], RequestResult]] = field(default_factory=list)
@@ -200,9 +203,25 @@ class PendingRequest:
         The caller subtracts them from `untokenized`. Raises InputTooLong, as Source.tokenize, and
         InvalidInput for a text without tokens. One thread at a time may call this method.
         """
-        if self._made is None:
-            self._made = self._make(engine, max_total_tokens)
-        return next(self._made)
+        part = self._next(engine, max_total_tokens)
+        sequences, plans = part.sequences, self.prompt.sequence_plans
+        count = len(sequences) // len(plans)
+        places = texts = self._texts[self._tokenized : self._tokenized + count]
+        self._tokenized += count
+        if len(plans) > 1:
+            places = [text * len(plans) + plan for text in texts for plan in range(len(plans))]
+        # A request without reuse shares its prefixes with itself only: the labels of a text.
+        group = id(self) if self.salt is None else self.salt
+        made = PrefillPart.of(sequences, self.reuse, plans if len(plans) == 1 else plans * count, group)
+        self._count_tokens(made, max_total_tokens)
+        if not all(sequences):
+            empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
+            text = f"inputs[{empty // len(plans)}]"
+            raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
+        piece = Slice(self, made, places, made.offsets, range(len(places)))
+        if self.shares_prefixes or part.salt is not None:
+            self._count_given(engine, part, piece)
+        return piece
 
     def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
         """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
@@ -257,53 +276,25 @@ class PendingRequest:
                 return None
             return self._begun.pop(text)
 
-    def _make(self, engine: PrefillEngine, max_total_tokens: int) -> Iterator[Slice]:
-        """Yield the slices of all sources, also of those that are added meanwhile."""
-        while self._sources:
-            source, texts = self._sources.popleft()
-            first = 0
-            try:
-                for part in source.tokenize(engine, self.prompt, self.salt, max_total_tokens):
-                    numbers = range(first, first + len(part.sequences))
-                    yield self._slice(engine, part, numbers, texts, max_total_tokens)
-                    first = numbers.stop
-            except InvalidInput as error:
-                if len(texts) < self.source.count:
-                    rename(error, moved(error.field, texts))
-                raise
+    def _next(self, engine: PrefillEngine, max_total_tokens: int) -> Tokenized:
+        if self._tokenized == len(self._texts):
+            source, self._texts = self._sources.popleft()
+            self._parts = source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
+            self._tokenized = 0
+        try:
+            return next(self._parts)
+        except InvalidInput as error:
+            rename(error, moved(error.field, self._texts))
+            raise
 
-    def _slice(
-        self,
-        engine: PrefillEngine,
-        part: Tokenized,
-        numbers: range,
-        texts: Sequence[int],
-        max_total_tokens: int,
-    ) -> Slice:
-        """Return the slice of a part. numbers: of its sequences in its source. texts: the source's places."""
-        sequences, plans = part.sequences, self.prompt.sequence_plans
-        places: Sequence[int] = numbers
-        if len(texts) < self.source.count:
-            places = [texts[number // len(plans)] * len(plans) + number % len(plans) for number in numbers]
-        # A request without reuse shares its prefixes with itself only: the labels of a text.
-        group = id(self) if self.salt is None else self.salt
-        of_each = plans if len(plans) == 1 else plans * (len(places) // len(plans))
-        made = PrefillPart.of(sequences, self.reuse, of_each, group)
-        self.computed_tokens += made.offsets[-1]
+    def _count_tokens(self, made: PrefillPart, max_total_tokens: int) -> None:
+        self.computed_tokens += made.tokens
         with self._adding:
-            self.timing.tokens += made.offsets[-1]
+            self.timing.tokens += made.tokens
             if self.answered is not None:
                 self.parts.append(made)
             if self._known and self.timing.tokens > max_total_tokens:
                 raise too_many(self.timing.tokens, max_total_tokens, "inputs")
-        if not all(sequences):
-            empty = next(number for number, ids in zip(numbers, sequences, strict=True) if not ids)
-            text = f"inputs[{empty // len(plans)}]"
-            raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
-        piece = Slice(self, made, places, made.offsets, numbers)
-        if self.shares_prefixes or part.salt is not None:
-            self._count_given(engine, part, piece)
-        return piece
 
     def _count_given(self, engine: PrefillEngine, part: Tokenized, piece: Slice) -> None:
         """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""

@@ -3,6 +3,8 @@
     add -> tokenise, part by part, as batches need it -> batches; flows take turns (see fair_order.py)
         -> QueueFull (admission.py)                   -> withdraw if the client has gone
 
+Only texts that must be computed are here: results that are known are found before (results.py).
+
 The queue decides how many engine threads run: as many as there are sequences, up to a limit.
 """
 

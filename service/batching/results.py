@@ -9,7 +9,7 @@ exact results are kept. Salts are part of a name, so no client learns by the tim
 one has sent.
 
 A name that a request computes ends in one of two ways: the result is settled, or the request releases the
-name, at the latest when it has ended. Requests wait only for requests that were submitted before them.
+name, at the latest when it has ended. A text that a request computes waits for no other request.
 """
 
 from __future__ import annotations
@@ -183,10 +183,7 @@ class Results(Generic[W]):
         return waited
 
     def release(self, request: W, names: Iterable[bytes]) -> list[tuple[W, int]]:
-        """Note that a request computes none of these names any more, if it did. Returns who waited for them.
-
-        The first that waited for a name was submitted first.
-        """
+        """Note that a request computes none of these names any more. Returns who waited for it."""
         waited = list[tuple[W, int]]()
         with self._lock:
             for name in names:

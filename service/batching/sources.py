@@ -102,7 +102,7 @@ class Texts(NamedSource):
 
     def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
         """Return the name of each text; see NamedSource."""
-        return _named("texts", self.truncate, self.cut, prompt, salt, map(_written, self.texts))
+        return _names(self.texts, self.truncate, self.cut, prompt, salt)
 
     def select(self, indices: Sequence[int]) -> Self:
         """Return a source of some of the texts."""
@@ -163,9 +163,7 @@ class TokenSequences(NamedSource):
 
     def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
         """Return the name of each sequence; see NamedSource."""
-        # As text, because a client may send numbers of any size.
-        written = (repr(ids).encode() for ids in self.sequences)
-        return _named("ids", self.truncate, self.cut, prompt, salt, written)
+        return _names(self.sequences, self.truncate, self.cut, prompt, salt)
 
     def select(self, indices: Sequence[int]) -> Self:
         """Return a source of some of the sequences."""
@@ -248,23 +246,14 @@ def moved(field: str | None, places: Sequence[int]) -> str | None:
     return field and re.sub(r"(?<=^inputs\[)\d+(?=\]$)", lambda index: str(places[int(index[0])]), field)
 
 
-def _named(
-    kind: str, truncate: bool, cut: Side, prompt: Prompt, salt: bytes, written: Iterable[bytes]
+def _names(
+    texts: Iterable[Text | list[int]], truncate: bool, cut: Side, prompt: Prompt, salt: bytes
 ) -> list[bytes]:
-    """Return the names of texts of one kind, from what is written in each of them."""
-    options = f"{kind} {truncate} {cut} {len(salt)}:".encode()
+    options = f"{truncate} {cut} {len(salt)}:".encode()
     common = hashlib.blake2b(options + salt + prompt.digest, digest_size=16)
     names = []
-    for content in written:
+    for text in texts:
         name = common.copy()
-        name.update(content)
+        name.update(repr(text).encode())  # which tells texts, pairs and token ids apart
         names.append(name.digest())
     return names
-
-
-def _written(text: Text) -> bytes:
-    """Return the bytes of a text or a pair; no two have the same."""
-    if isinstance(text, str):
-        return b"text:" + text.encode(errors="surrogatepass")
-    one, other = (part.encode(errors="surrogatepass") for part in text)
-    return b"pair of %d:" % len(one) + one + other
