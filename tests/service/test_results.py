@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import queueing
 from core_decoders import write_llama
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import LABELLED, LabelledEngine, assert_result_of, hold
@@ -19,7 +19,7 @@ from queueing import LABELLED, LabelledEngine, assert_result_of, hold
 from attncache_core import InputTooLong, NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from attncache_core.engine.request import PrefillPart
+from attncache_core.engine.request import PrefillBatch, PrefillPart
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
@@ -189,6 +189,16 @@ async def test_sequences_of_labels_are_kept_by_their_plans():
     np.testing.assert_array_equal(again.outputs, first.outputs[[3, 4, 5, 0, 1, 2]])
     assert again.repeated == 6
     assert len(engine.batches) == 1
+
+
+async def test_token_ids_of_repeated_texts_are_told_as_those_of_computed_ones():
+    told = []
+    async with batching(FakeEngine()) as batcher:
+        for texts in (["a", "bb"], ["bb", "a"], ["ccc", "a", "ccc"]):
+            await submit(batcher, *texts, answered=told.append)
+            await asyncio.sleep(0)
+    found = [sorted(text for part in parts for text in texts_of(PrefillBatch([part]))) for parts in told]
+    assert found == [["a", "bb"], ["a", "bb"], ["a", "ccc", "ccc"]]
 
 
 async def test_headers_and_metrics_tell_what_was_repeated():
