@@ -105,10 +105,10 @@ class PrefillPart:
             self.blends and self.blends[part],
         )
 
-    def copied(self) -> PrefillPart:
-        """Return the token ids of the sequences alone, in an array of their own."""
-        offsets = [offset - self.offsets[0] for offset in self.offsets]
-        return PrefillPart(self.token_ids.copy(), offsets, pairs=self.pairs)
+    def select(self, indices: Sequence[int]) -> PrefillPart:
+        """Return some of the sequences, in order."""
+        requests = [self.request(index) for index in indices]
+        return PrefillBatch.of(requests).parts[0] if requests else self.part(0, 0)
 
     def request(self, index: int) -> PrefillRequest:
         """Return one sequence."""

@@ -9,11 +9,8 @@ The prompts of sentence-transformers are templates too: they have a prefix and a
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenizers import Encoding
@@ -68,20 +65,6 @@ class Prompt:
     template: Template
     sequence_plans: tuple[SequencePlan, ...]  # each text becomes one sequence per plan
     cut: Cut = "longest"  # how a pair between the checkpoint's separators is cut
-    # Prompts of one digest make the same of a text. Made with the prompt, because plans may hold many tokens.
-    digest: bytes = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Compute the digest."""
-        template = self.template
-        around = repr((template.prefix, template.middle, template.suffix, self.cut))
-        digest = hashlib.blake2b(around.encode(), digest_size=16)
-        for plan in self.sequence_plans:
-            counts = plan.prompt_tokens, len(plan.continuation), len(plan.targets), plan.states
-            digest.update(array("q", counts))
-            digest.update(array("q", plan.continuation))
-            digest.update(array("q", chain.from_iterable(plan.targets)))
-        object.__setattr__(self, "digest", digest.digest())
 
     def sequence_plan(self, index: int) -> SequencePlan:
         """Return the plan of a sequence; index: position in the sequences of all texts, text by text."""

@@ -9,8 +9,9 @@ How fast a queue is drained is measured in tokens per second, while requests wai
     tokens leave the queue -> rounds: full batches of all engine threads -> the median speed of the last
 
 A batch that nothing waits behind says little about the next ones: it is small, and small batches are slow. So
-only times count in which requests wait all the time. Tokens are counted as the queue counts them. So guesses
-of tokens that are wrong make the queue faster or slower by what they really cost.
+only times count in which requests wait all the time. Tokens are counted as the queue counts them. So texts
+whose results are known, and guesses of tokens that are wrong, make the queue faster or slower by what they
+really cost.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Admission(NamedTuple):
         self._require_short_wait(request)
 
     def _require_room(self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int) -> None:
-        more = waiting_sequences + request.untokenized - self.limits.queue_sequences
+        more = waiting_sequences + request.count - self.limits.queue_sequences
         if more > 0:
             # Sequences of mean length must leave the queue.
             leaving = waiting_tokens * min(1.0, more / max(1, waiting_sequences))

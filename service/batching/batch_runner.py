@@ -1,6 +1,6 @@
 """Run one batch on the engine and answer its requests.
 
-    batch -> engine.run -> metrics -> results of texts -> their requests, and others that wait
+    batch -> engine.run -> metrics -> results of sequences -> their requests, and others that wait
                                    -> complete requests and errors, handed to the event loop
                                    -> hits, offered to the verifier
 
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from attncache_core import AttnCacheError, NotFinite, Outcome, PrefillEngine, Pr
 from attncache_core.engine.request import PrefillBatch
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results
+from service.batching.results import Lookup, RequestResult, Results
 from service.errors import InternalError, log_failure
 from service.observability.metrics import Metrics
 from service.upkeep.verifying import LaterVerifier
@@ -46,13 +47,13 @@ class BatchRunner:
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
-        results: Results[PendingRequest] | None,
-        compute_again: Callable[[PendingRequest, int], None],
+        results: Results[Slice] | None,
+        compute_again: Callable[[Slice], None],
     ) -> None:
         """queue: knows the sequences that wait. loop: the event loop that the futures belong to.
 
-        results: of texts, to be used for others; None: results are not shared. compute_again: queues a text
-        that a request expected from another one in vain.
+        results: of sequences, to be used for others; None: results are not shared. compute_again: queues what
+        was expected from another request in vain.
         """
         self._serving = engine, verifier
         self._queue = queue
@@ -78,6 +79,38 @@ class BatchRunner:
         if self._results is not None:
             self._results.clear()
 
+    def not_known(self, piece: Slice) -> Slice:
+        """Return the sequences of a slice that their request must compute itself.
+
+        The others have a result that is kept, or wait for the result of another request.
+        """
+        if self._results is None or piece.names is None:
+            return piece
+        found = self._results.find(piece.names, lambda index: piece.part(index, index + 1))
+        try:
+            unknown = [index for index, result in enumerate(found) if result is Lookup.UNKNOWN]
+            if len(unknown) == len(piece):
+                return piece
+            computed = piece.select(unknown)
+            self._answer_known(piece, found)
+        except BaseException:
+            # The caller does not get to know them, and others may wait for them already.
+            self._give_up(
+                [piece.names[index] for index in range(len(piece)) if found[index] is Lookup.UNKNOWN]
+            )
+            raise
+        return computed
+
+    def give_up(self, slices: Iterable[Slice]) -> None:
+        """Let others compute sequences whose results they waited for, because their request does not."""
+        for piece in slices:
+            if piece.names is not None:
+                self._give_up(piece.names)
+
+    def _give_up(self, names: Sequence[bytes]) -> None:
+        for expected in self._results.give_up(names) if self._results is not None else ():
+            self._instead(expected)
+
     def run(self, batch: Batch) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
         try:
@@ -95,6 +128,7 @@ class BatchRunner:
         self.reject(
             [(request, InternalError()) for request in (*(piece.request for piece in batch), *requests)]
         )
+        self.give_up(batch)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
@@ -118,7 +152,9 @@ class BatchRunner:
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
             for piece in batch:
-                if not piece.request.future.done():
+                if piece.request.future.done():
+                    self.give_up([piece])
+                else:
                     self.run([piece])
             return
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
@@ -127,6 +163,19 @@ class BatchRunner:
         self._deliver(batch, result)
         if verifier and policy:
             verifier.offer(prefills, result, policy)
+
+    def _answer_known(self, piece: Slice, found: Sequence[RequestResult | Lookup]) -> None:
+        """Hand results that are kept to the request of a slice, and answer it if all are known."""
+        answer: RequestResult | None = None
+        lengths = np.diff(piece.prefill.offsets).tolist()
+        for place, result, tokens in zip(piece.places, found, lengths, strict=True):
+            if result is not Lookup.UNKNOWN:
+                is_kept = result is not Lookup.WAITS
+                self._metrics.observe_repeated("kept" if is_kept else "in_flight", tokens)
+            if isinstance(result, RequestResult):
+                answer = piece.request.add(result, [place])
+        if answer is not None:
+            self._resolve([(piece.request, answer)])
 
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
@@ -182,9 +231,10 @@ class BatchRunner:
                 part = RequestResult.of(result, rows, piece.prefill.tokens)
             except BaseException as error:
                 self._not_delivered(piece.request, error, failed)
+                self.give_up([piece])
                 continue
-            waited = self._shared(piece, part, result, rows, failed)
-            for waiting, computed, places in [(piece.request, part, piece.places), *waited]:
+            found = [(piece.request, part, piece.places), *self._shared(piece, part, result, rows, failed)]
+            for waiting, computed, places in found:
                 if waiting in failed:
                     continue
                 try:
@@ -201,56 +251,53 @@ class BatchRunner:
         result: PrefillResult,
         rows: range,
         failed: dict[PendingRequest, AttnCacheError],
-    ) -> Sequence[tuple[PendingRequest, RequestResult, Sequence[int]]]:
-        """Return each request that waited for a text of a slice, with the result and its places.
+    ) -> list[tuple[PendingRequest, RequestResult, Sequence[int]]]:
+        """Return each request that waited for a sequence of a slice, with the result and its place.
 
         part: the result of the slice. Exact results are kept for later requests. What is not finite fails its
-        request, and the requests that waited for it. Those that waited for what is not exact compute it.
+        request, and the requests that waited for it.
         """
         finite = result.finite[rows.start : rows.stop]
-        for index in [] if finite.all() else np.flatnonzero(~finite).tolist():
+        broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        for index in broken:
             self._fail_not_finite(piece, index, failed)
-        request = piece.request
-        names = request.names
-        if self._results is None or names is None:
+        if self._results is None or piece.names is None:
             return []
-        waited: list[tuple[PendingRequest, int, RequestResult]] = []
+        found: list[tuple[PendingRequest, RequestResult, Sequence[int]]] = []
+        kept: dict[bytes, RequestResult] = {}
+        offsets = piece.prefill.offsets
         try:
-            exact = self._exact(part, finite, result.cached_tokens[rows.start : rows.stop])
-            ended = list(request.ended_texts(piece, part, exact))
-            waited = self._results.settle({names[text]: whole for text, whole in ended if whole is not None})
-            found = [(waiting, whole, waiting.places_of(text)) for waiting, text, whole in waited]
-            for _, whole, places in found:
-                self._metrics.observe_repeated("in_flight", len(places), whole.asked_tokens)
-            # Not the one for the other, because their results will be approximate too.
-            again = self._results.release(request, [names[text] for text, whole in ended if whole is None])
+            exact = {
+                piece.names[index]: part.repeatable(index, offsets[index + 1] - offsets[index])
+                for index in self._exact(part, finite, result.cached_tokens[rows.start : rows.stop])
+            }
+            waited = self._results.settle(exact)
+            kept = exact
+            for expected, shared in waited:
+                found.append((expected.request, shared, expected.places))
         except BaseException as error:
             log_failure(logger, "results were not kept for others", error)
-            texts = [place // request.plans for place in piece.places]
-            found = []
-            again = [(waiting, text) for waiting, text, _ in waited]
-            again += self._results.release(request, [names[text] for text in texts])
-        for waiting, text in again:
-            try:
-                self._compute_again(waiting, text)
-            except BaseException as error:
-                self._not_delivered(waiting, error, failed)
+        if len(kept) + len(broken) < len(piece):
+            # Not the one for the other, because their results will be approximate too.
+            left = set(piece.names) - kept.keys() - {piece.names[index] for index in broken}
+            for expected in self._results.give_up(left):
+                self._instead(replace(expected, names=None))
         return found
 
-    def _exact(self, part: RequestResult, finite: np.ndarray, cached: np.ndarray) -> list[bool]:
-        """Return of each sequence whether its result is exact and finite.
+    def _exact(self, part: RequestResult, finite: np.ndarray, cached: np.ndarray) -> Sequence[int]:
+        """Return the indices of the sequences whose results are exact and finite.
 
         finite, cached: of each sequence, whether its result is finite, and its tokens that were stored.
         """
         key_values = self.engine.key_values
         is_near = cached > 0 if key_values and key_values.approximation else np.zeros(len(cached), bool)
-        if not (part.hits or part.blends):
-            exact: list[bool] = (finite & ~is_near).tolist()
-            return exact
+        if finite.all() and not (part.hits or part.blends or is_near.any()):
+            return range(len(finite))
         blends = part.blends or [None] * len(finite)
         return [
-            bool(finite[index] and not (outcome.is_hit or blend or is_near[index]))
+            index
             for index, (outcome, blend) in enumerate(zip(part.outcomes, blends, strict=True))
+            if finite[index] and not (outcome.is_hit or blend or is_near[index])
         ]
 
     def _not_delivered(
@@ -263,14 +310,26 @@ class BatchRunner:
     def _fail_not_finite(
         self, piece: Slice, index: int, failed: dict[PendingRequest, AttnCacheError]
     ) -> None:
-        """Fail the request of a sequence whose result is not finite, and those that waited for its text."""
+        """Fail the request of a sequence whose result is not finite, and those that waited for the result."""
+        expected = [(piece.request, piece.places[index])]
+        if self._results is not None and piece.names is not None:
+            waiters = self._results.give_up([piece.names[index]])
+            expected += [(waiter.request, waiter.places[0]) for waiter in waiters]
+        for request, place in expected:
+            failed.setdefault(request, NotFinite.of(place // len(request.prompt.sequence_plans)))
+
+    def _instead(self, piece: Slice) -> None:
+        """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
         request = piece.request
-        text = piece.places[index] // request.plans
-        expected = [(request, text)]
-        if self._results is not None and request.names is not None:
-            expected += self._results.release(request, [request.names[text]])
-        for waiting, of_waiting in expected:
-            failed.setdefault(waiting, NotFinite.of(of_waiting))
+        if request.future.done():
+            return
+        try:
+            piece = self.not_known(piece)
+            if len(piece):
+                self._compute_again(piece)
+        except BaseException as error:
+            log_failure(logger, "a sequence was not queued again", error)
+            self.reject([(request, InternalError())])
 
     def _resolve(self, finished: Finished) -> None:
         # One call for all requests, because each call wakes the event loop. A request that fails in another

@@ -1,19 +1,14 @@
 """The way of a request through the threads: many small requests become few full batches.
 
-    submit -> Results: every text is known -> result
-           -> RequestQueue, with the texts that nobody knows and nobody computes
-                -> [engine threads: tokenise, BatchRunner] -> result of each request
+    submit -> RequestQueue -> [engine threads: tokenise, BatchRunner] -> result of each request
 
 There are as many engine threads as batches that the engine can run at once without sharing a pool of threads:
 one per processor if compiled code runs all layers, else one (PrefillEngine.parallel_runs). An engine thread
 never waits for a batch to fill: when it is free, it takes sequences that wait, flow by flow, up to a budget,
 and leaves a part of them to other threads that are free. It tokenises what it takes. The sequences of one
 request may be in several batches. A request crosses threads only twice (event loop to engine to event
-loop), because each crossing costs as much time as a small matrix product, and not at all if the results of
-all its texts are kept. When no request waits and no batch runs, an engine thread verifies some of the hits
-that were served (service/upkeep/verifier).
-
-If a request ends before it has computed a text that others wait for, the first of them computes the text.
+loop), because each crossing costs as much time as a small matrix product. When no request waits and no batch
+runs, an engine thread verifies some of the hits that were served (service/upkeep/verifier).
 """
 
 from __future__ import annotations
@@ -32,14 +27,13 @@ from typing import Any
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.engine.request import PrefillPart
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.limits import too_many
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results
-from service.batching.sources import NamedSource, Source
+from service.batching.results import RequestResult, Results, SequenceNames
+from service.batching.sources import Source
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
 from service.observability.metrics import Metrics
@@ -75,8 +69,8 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(limits, self._tokenize, self._fail, engine.parallel_runs)
-        self._results: Results[PendingRequest] | None = Results(result_bytes) if result_bytes else None
+        self._queue = RequestQueue(limits, self._tokenize, self._give_up, self._fail, engine.parallel_runs)
+        self._results: Results[Slice] | None = Results(result_bytes) if result_bytes else None
         self._runner = BatchRunner(
             engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
         )
@@ -131,8 +125,8 @@ class Batcher:
         what happens to the request, also if the future fails. answered: called on the event loop with the
         token ids of a request that was answered and may reuse attention maps. Cancelling the future removes
         from the queue what still waits. Raises QueueFull at once if the texts do not fit into the queue, and
-        ShuttingDown after `close` has begun. Raises InputTooLong, or lets the future fail with it. The future
-        fails with NotFinite (naming a text), InternalError or ShuttingDown too.
+        ShuttingDown after `close` has begun. The future fails with InputTooLong, NotFinite (naming a text) or
+        InternalError.
         """
         engine = self._runner.engine
         used = prompt or engine.tokenizer.default_prompt
@@ -151,24 +145,18 @@ class Batcher:
             shares,
             salt if reuse and shares else None,
             engine.may_blend(used, labels),
-            source.names(used, salt)
-            if reuse and repeats and self._results is not None and isinstance(source, NamedSource)
+            SequenceNames(salt, used.sequence_plans)
+            if reuse and repeats and self._results is not None
             else None,
             timing or Timing(),
             answered=answered if maps else None,
         )
         request.timing.queued_at = time.perf_counter()
+        with self._closing:
+            if self._is_closed:
+                raise ShuttingDown("the server is ending", retry_after_seconds=1)
+            self._start(self._queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
-        try:
-            with self._closing:
-                if self._is_closed:
-                    raise ShuttingDown("the server is ending", retry_after_seconds=1)
-                texts = None if request.names is None else self._unknown(request, range(source.count))
-                if texts is None or texts:
-                    self._start(self._queue.add(request, texts))
-        except BaseException:
-            future.cancel()  # the request is finished, also for others that wait for it
-            raise
         return future
 
     def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
@@ -199,14 +187,17 @@ class Batcher:
     # In an engine thread.
 
     def _tokenize(self, request: PendingRequest) -> Slice | None:
-        """Tokenise the next part of a request. Returns None if that fails; the request fails too."""
+        """Tokenise the next part of a request. Returns the sequences that it must compute itself.
+
+        Returns None if that fails; the request fails too.
+        """
         started = time.perf_counter()
         try:
             made = request.next_part(self._runner.engine, self._limits.request_tokens)
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
             self._metrics.observe_tokenize(seconds)
-            return made
+            return self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
             if not isinstance(error, InvalidInput):
@@ -215,13 +206,17 @@ class Batcher:
             self._runner.reject([(request, error)])
             return None
 
+    def _give_up(self, slices: Batch) -> None:
+        """Let other requests compute sequences that they expected from a request that has ended."""
+        self._runner.give_up(slices)
+
     def _fail(self, batch: Batch, requests: list[PendingRequest]) -> None:
         """Fail the requests of a batch that will not be run, and other requests."""
         self._runner.fail(batch, requests)
 
-    def _compute_again(self, request: PendingRequest, text: int) -> None:
-        """Let a request compute a text that it expected from another one."""
-        self._start(self._queue.add(request, [text], admitted=True))
+    def _compute_again(self, piece: Slice) -> None:
+        """Compute what its request expected from another request."""
+        self._start(self._queue.add_again(piece))
 
     def _run_until_empty(self) -> None:
         try:
@@ -269,48 +264,12 @@ class Batcher:
 
     # On the event loop.
 
-    def _unknown(self, request: PendingRequest, texts: Sequence[int]) -> list[int]:
-        """Return which of these texts a request must compute, and hand it the results that are kept.
-
-        Raises InputTooLong if these alone have more tokens than a request may have.
-        """
-        assert self._results is not None
-        assert request.names is not None
-        kept, unknown = self._results.find(request, [(text, request.names[text]) for text in texts])
-        if kept:
-            tokens, maximum = sum(result.asked_tokens for _, result in kept), self._limits.request_tokens
-            if tokens > maximum:
-                raise too_many(tokens, maximum, "inputs")
-            self._metrics.observe_repeated("kept", len(kept) * request.plans, tokens)
-            answers = [request.add(result, request.places_of(text)) for text, result in kept]
-            if (answer := answers[-1]) is not None:
-                request.future.set_result(answer)
-        return unknown
-
     def _finished(self, request: PendingRequest) -> None:
         """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
-        self._queue.withdraw(request)
-        if self._results is not None and request.names is not None:
-            for waiting, text in self._results.release(request, request.names):
-                if not waiting.future.done():
-                    self._take_over(waiting, text)
+        self._runner.give_up(self._queue.withdraw(request))
         future = request.future
         if request.answered is not None and not future.cancelled() and future.exception() is None:
             request.answered(request.parts)
-
-    def _take_over(self, request: PendingRequest, text: int) -> None:
-        """Let a request compute a text, unless an earlier one has begun to, or fail."""
-        try:
-            with self._closing:
-                if self._is_closed:  # and the threads may have ended
-                    raise ShuttingDown("the server is ending", retry_after_seconds=1)
-                if self._unknown(request, [text]):
-                    self._compute_again(request, text)
-        except BaseException as error:
-            if not isinstance(error, ShuttingDown):
-                log_failure(logger, "a text was not taken over", error)
-                error = InternalError()
-            request.future.set_exception(error)
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))

@@ -1,8 +1,7 @@
 """One request on its way through the batcher.
 
-PendingRequest -> the texts that it computes -> next_part, part by part -> slices, of which batches take what
-                  fits, in order
-               <- results of the slices, and of the other texts (see results.py)
+PendingRequest -> next_part, part by part -> slices, of which batches take what fits, in order
+               <- results of the slices, or of single sequences from other requests (see results.py)
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import NamedTuple
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.kv.memory import PrefixKey
-from attncache_core.text.limits import too_many
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.batching.results import RequestResult, joined
-from service.batching.sources import NamedSource, Source, Tokenized, moved
-from service.errors import rename
+from service.batching.results import RequestResult, SequenceNames, joined
+from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
 
@@ -52,6 +49,7 @@ class Slice:
     # The number of each sequence's text, counted from anywhere; without shared prefixes, each is a text.
     texts: Sequence[int]
     whole: Sequence[int] | None = None  # tokens of each sequence if it is the first; None: as `costs` says
+    names: Sequence[bytes] | None = None  # of the results; None: no other request may wait for them
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -106,6 +104,27 @@ class Slice:
             self.costs[first : stop + 1],
             self.texts[part],
             self.whole and self.whole[part],
+            self.names and self.names[part],
+        )
+
+    def select(self, indices: Sequence[int]) -> Slice:
+        """Return some of the sequences, in order. What follows a sequence that is left out shares nothing."""
+        costs, texts, before = [0], list[int](), -1
+        for index in indices:
+            follows = index == before + 1
+            same = before >= 0 and self.texts[index] == self.texts[before]
+            shared = self.costs[index + 1] - self.costs[index]
+            costs.append(costs[-1] + (shared if follows or self.whole is None else self.whole[index]))
+            texts.append(texts[-1] + (not same) if texts else 0)
+            before = index
+        return Slice(
+            self.request,
+            self.prefill.select(indices),
+            [self.places[index] for index in indices],
+            costs,
+            texts,
+            self.whole and [self.whole[index] for index in indices],
+            self.names and [self.names[index] for index in indices],
         )
 
     @property
@@ -134,167 +153,85 @@ class PendingRequest:
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
     may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
-    names: Sequence[bytes] | None = None  # of the texts; None: results are computed for this request alone
+    names: SequenceNames | None = None  # None: results are computed for this request alone
     timing: Timing = field(default_factory=Timing)
     # Gets `parts` once the request is answered; None: they are not kept.
     answered: Callable[[Sequence[PrefillPart]], None] | None = None
-    parts: list[PrefillPart] = field(default_factory=list)  # all sequences whose token ids are known
+    parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
-    characters: int = 0  # of the texts that this request computes
-    computed_tokens: int = 0  # of these texts, as far as they are tokenised
-    untokenized: int = 0  # sequences of these texts that are not tokenised yet
-    guessed_each: float = 0.0  # tokens of each of them
+    tokenized: int = 0  # sequences that the source has yielded
+    guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
     waiting_sequences: int = 0  # that wait for a batch, tokenised or not
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
-    # What is not begun to be tokenised: some texts, and their places among the texts of the request.
-    _sources: deque[tuple[Source, Sequence[int]]] = field(default_factory=deque)
-    # The source that is tokenised: its parts, the places of its texts, how many of them are token sequences.
-    _parts: Iterator[Tokenized] = field(default_factory=lambda: iter(()))
-    _texts: Sequence[int] = ()
-    _tokenized: int = 0
-    _last_ids: Sequence[int] | None = None  # of the sequence that was tokenised last
+    _parts: Iterator[Tokenized] | None = None
+    _last_ids: Sequence[int] | None = None  # of the sequence that the source has yielded last
     # Results with the places of their sequences; several threads may add results.
     _results: list[tuple[Sequence[int], RequestResult]] = field(default_factory=list)
-    # The same, of texts of which some sequences are computed; None: not exactly.
-    _begun: dict[int, list[tuple[Sequence[int], RequestResult | None]]] = field(default_factory=dict)
     _added: int = 0  # sequences with a result
-    _known: bool = False  # whether results of other requests were added
     _adding: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def plans(self) -> int:
-        """The number of sequences of each text."""
-        return len(self.prompt.sequence_plans)
 
     @property
     def count(self) -> int:
         """The number of sequences that the texts become."""
-        return self.source.count * self.plans
+        return self.source.count * len(self.prompt.sequence_plans)
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether all texts are token sequences."""
+        return self.tokenized == self.count
+
+    def guess_tokens(self, characters_per_token: float) -> None:
+        """Guess how many tokens each of the sequences adds to a batch, before the texts are tokenised."""
+        repeated = 1 if self.shares_prefixes else len(self.prompt.sequence_plans)
+        self.guessed_each = self.source.characters * repeated / characters_per_token / self.count
 
     @property
     def guessed_tokens(self) -> int:
         """About how many tokens the sequences have that are not tokenised yet."""
-        return round(self.guessed_each * self.untokenized)
-
-    def compute(self, texts: Sequence[int] | None, characters_per_token: float) -> tuple[int, int]:
-        """Let the request compute these of its texts; None: all of them.
-
-        Returns the number of their sequences, and a guess of how many tokens these add to a batch.
-        """
-        source, places = self.source, texts
-        if places is None or len(places) == self.source.count:
-            places = range(self.source.count)
-        else:
-            assert isinstance(self.source, NamedSource)  # of another source, no text is known
-            source = self.source.select(places)
-        self._sources.append((source, places))
-        repeated = 1 if self.shares_prefixes else self.plans
-        guessed = round(source.characters * repeated / characters_per_token)
-        sequences = source.count * self.plans
-        self.guessed_each = (self.guessed_tokens + guessed) / (self.untokenized + sequences)
-        self.untokenized += sequences
-        self.characters += source.characters
-        return sequences, guessed
+        return round(self.guessed_each * (self.count - self.tokenized))
 
     def next_part(self, engine: PrefillEngine, max_total_tokens: int) -> Slice:
         """Tokenise the next part of the texts. Returns its sequences, which the caller lets wait.
 
-        The caller subtracts them from `untokenized`. Raises InputTooLong, as Source.tokenize, and
-        InvalidInput for a text without tokens. One thread at a time may call this method.
+        Raises InputTooLong, as Source.tokenize. One thread at a time may call this method.
         """
-        part = self._next(engine, max_total_tokens)
+        if self._parts is None:
+            self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
+        part = next(self._parts)
         sequences, plans = part.sequences, self.prompt.sequence_plans
-        count = len(sequences) // len(plans)
-        places = texts = self._texts[self._tokenized : self._tokenized + count]
-        self._tokenized += count
-        if len(plans) > 1:
-            places = [text * len(plans) + plan for text in texts for plan in range(len(plans))]
+        places = range(self.tokenized, self.tokenized + len(sequences))
         # A request without reuse shares its prefixes with itself only: the labels of a text.
         group = id(self) if self.salt is None else self.salt
-        made = PrefillPart.of(sequences, self.reuse, plans if len(plans) == 1 else plans * count, group)
-        self._count_tokens(made, max_total_tokens)
+        of_each = plans if len(plans) == 1 else plans * (len(places) // len(plans))
+        made = PrefillPart.of(sequences, self.reuse, of_each, group)
+        self.timing.tokens += made.offsets[-1]
+        if self.answered is not None:
+            self.parts.append(made)
         if not all(sequences):
             empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
             text = f"inputs[{empty // len(plans)}]"
             raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
-        piece = Slice(self, made, places, made.offsets, range(len(places)))
+        piece = Slice(self, made, places, made.offsets, places)
         if self.shares_prefixes or part.salt is not None:
             self._count_given(engine, part, piece)
+        # Another salt than the request's own says that keys and values were truncated, which approximates.
+        if self.names is not None and part.salt == self.salt:
+            piece.names = self.names.of(made, places)
+        self.tokenized = places.stop
         return piece
 
     def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
         """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
         with self._adding:
-            if result.repeated:
-                self.timing.tokens += result.asked_tokens
-                self._known = True
-                if self.answered is not None:
-                    self.parts += result.parts
             self._results.append((places, result))
             self._added += len(places)
             if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        # A text that was expected from another request in vain is computed behind later texts.
+        # A sequence that waited for another request in vain is computed behind later sequences.
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
         return result if is_whole else joined(self._results)
-
-    def places_of(self, text: int) -> range:
-        """Return the places of a text's sequences."""
-        return range(text * self.plans, (text + 1) * self.plans)
-
-    def ended_texts(
-        self, piece: Slice, result: RequestResult, exact: Sequence[bool]
-    ) -> Iterator[tuple[int, RequestResult | None]]:
-        """Yield each text whose last sequences are in a slice, with its result for other requests.
-
-        result: of the slice. exact: of each sequence. A text's result is None if a sequence is not exact.
-        """
-        plans, sampled, stop = self.plans, self.answered is not None, 0
-        while stop < len(piece):
-            first = stop
-            text, plan = divmod(piece.places[first], plans)
-            stop = min(first + plans - plan, len(piece))
-            found: RequestResult | None = None
-            if all(exact[first:stop]):
-                found = result.repeatable(first, stop, piece.prefill, sampled=sampled)
-            if stop - first == plans:
-                yield text, found
-            elif (parts := self._ended(text, piece.places[first:stop], found)) is not None:
-                whole = [(places, part) for places, part in parts if part is not None]
-                yield text, joined(whole) if len(whole) == len(parts) else None
-
-    def _ended(
-        self, text: int, places: Sequence[int], result: RequestResult | None
-    ) -> list[tuple[Sequence[int], RequestResult | None]] | None:
-        """Note some sequences of a text. Returns all results of the text once all are there."""
-        with self._adding:
-            parts = self._begun.setdefault(text, [])
-            parts.append((places, result))
-            if sum(len(some) for some, _ in parts) < self.plans:
-                return None
-            return self._begun.pop(text)
-
-    def _next(self, engine: PrefillEngine, max_total_tokens: int) -> Tokenized:
-        if self._tokenized == len(self._texts):
-            source, self._texts = self._sources.popleft()
-            self._parts = source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
-            self._tokenized = 0
-        try:
-            return next(self._parts)
-        except InvalidInput as error:
-            rename(error, moved(error.field, self._texts))
-            raise
-
-    def _count_tokens(self, made: PrefillPart, max_total_tokens: int) -> None:
-        self.computed_tokens += made.tokens
-        with self._adding:
-            self.timing.tokens += made.tokens
-            if self.answered is not None:
-                self.parts.append(made)
-            if self._known and self.timing.tokens > max_total_tokens:
-                raise too_many(self.timing.tokens, max_total_tokens, "inputs")
 
     def _count_given(self, engine: PrefillEngine, part: Tokenized, piece: Slice) -> None:
         """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""
@@ -317,6 +254,6 @@ class PendingRequest:
         if self.shares_prefixes:
             before = [] if self._last_ids is None else [self._last_ids]
             added = added_tokens([*before, *sequences])[len(before) :]
-            piece.whole, piece.texts = whole, [number // len(plans) for number in piece.texts]
+            piece.whole, piece.texts = whole, [place // len(plans) for place in piece.places]
             self._last_ids = sequences[-1]
         piece.costs = [0, *accumulate(map(min, added, whole))]

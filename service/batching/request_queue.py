@@ -3,8 +3,6 @@
     add -> tokenise, part by part, as batches need it -> batches; flows take turns (see fair_order.py)
         -> QueueFull (admission.py)                   -> withdraw if the client has gone
 
-Only texts that must be computed are here: results that are known are found before (results.py).
-
 The queue decides how many engine threads run: as many as there are sequences, up to a limit.
 """
 
@@ -13,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from attncache_core.reuse.kv.memory import PrefixKey
@@ -24,6 +22,8 @@ from service.batching.pending_request import Batch, PendingRequest, Slice
 # The store is told of at most this many sequences before each batch.
 _MAX_UPCOMING = 256
 _USUAL_CHARACTERS_PER_TOKEN = 4.0
+# A batch is run after this many sequences were tokenised for it, also if most of their results are known.
+_MAX_LOOKUPS = 512
 
 
 class RequestQueue:
@@ -43,18 +43,21 @@ class RequestQueue:
         self,
         limits: Limits,
         tokenize: Callable[[PendingRequest], Slice | None],
+        give_up: Callable[[Batch], None],
         fail: Callable[[Batch, list[PendingRequest]], None],
         threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """tokenize: returns the sequences of the next part of a request; None if it has failed the request.
+        """tokenize: returns the sequences of the next part of a request that the request must compute itself.
 
-        fail: fails the requests of a batch that will not be run, because forming it has failed, and the
-        requests that may have been the reason. threads: the most engine threads that may run at once. clock:
-        returns seconds.
+        It returns None if it has failed the request. give_up: is told of sequences that will not be computed
+        because their request ended before the queue had them. fail: fails the requests of a batch that will
+        not be run, because forming it has failed, and the requests that may have been the reason. threads:
+        the most engine threads that may run at once. clock: returns seconds.
         """
         self._limits = limits
         self._tokenize = tokenize
+        self._give_up = give_up
         self._fail = fail
         self._threads = threads
         self._clock = clock
@@ -93,34 +96,48 @@ class RequestQueue:
             self._threads = threads
             self._speed.round_tokens = threads * self._limits.batch_tokens
 
-    def add(
-        self, request: PendingRequest, texts: Sequence[int] | None = None, *, admitted: bool = False
-    ) -> int:
-        """Queue texts of a request. Returns the number of engine threads that the caller must start.
+    def add(self, request: PendingRequest) -> int:
+        """Queue a request. Returns the number of engine threads that the caller must start.
 
-        texts: None for all. admitted: whether they belong to a request that was admitted before. Raises
-        QueueFull if sequences or tokens of others do not fit, or if too much comes before them.
+        Raises QueueFull if the request's sequences or tokens do not fit, or if too much comes before it.
         """
+        request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
+        count, tokens = request.count, request.guessed_tokens
         with self._lock:
-            characters_per_token = self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN
-            sequences, tokens = request.compute(texts, characters_per_token)
-            if not admitted:
-                self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
-            self._enter(request, sequences, tokens)
-            # Asked after the texts were added: a request that ends now is withdrawn with them.
-            if request.future.done():
-                self._leave(request)
-            starting = max(0, min(self._threads - self._running, sequences))
+            self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
+            self._enter(request, count, tokens)
+            starting = max(0, min(self._threads - self._running, count))
             starting = starting if self._may_begin_batch() else 0
             self._running += starting
         return starting
 
-    def withdraw(self, request: PendingRequest) -> None:
-        """Remove what still waits of a request that has ended."""
+    def add_again(self, piece: Slice) -> int:
+        """Queue sequences that their request expected from another, and must compute itself after all.
+
+        Returns the number of engine threads that the caller must start.
+        """
+        request = piece.request
+        with self._lock:
+            request.waiting.append(piece)
+            self._enter(request, len(piece), piece.tokens)
+            # Asked after the slice was added: a request that ends now is withdrawn with it.
+            has_ended = request.future.done()
+            if has_ended:
+                self._leave(request)
+            starting = int(self._running < self._threads and self._may_begin_batch())
+            self._running += starting
+        if has_ended:
+            self._give_up([piece])
+        return starting
+
+    def withdraw(self, request: PendingRequest) -> Batch:
+        """Remove what still waits of a request that has ended. Returns its slices."""
         with self._lock:
             self._leave(request)
             # The request holds them no longer, because each of them holds the request.
+            waiting = list(request.waiting)
             request.waiting.clear()
+        return waiting
 
     def batches(self) -> Generator[Batch, None, None]:
         """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
@@ -139,8 +156,8 @@ class RequestQueue:
             with self._lock:
                 requests = list(self._order)
             for request in requests:
-                while (
-                    request.queued and request.untokenized and not (request.waiting or request.future.done())
+                while request.queued and not (
+                    request.is_tokenized or request.waiting or request.future.done()
                 ):
                     self._tokenize_part(request)
                 with self._lock:
@@ -219,7 +236,10 @@ class RequestQueue:
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
         took equal parts, or `min_part` tokens if that is more, but at least one text.
         """
-        room = _Room(self._limits.batch_tokens, self._limits.batch_sequences)
+        with self._lock:
+            # Not what comes meanwhile, or requests whose results are known would keep others waiting.
+            lookups = min(_MAX_LOOKUPS, self._waiting_sequences)
+        room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, lookups)
         while True:
             with self._lock:
                 self._looked_at = None
@@ -234,13 +254,13 @@ class RequestQueue:
                         room.part = max(self.min_part, math.ceil(self._waiting_tokens / free))
                     if not self._take(request, room, batch):
                         return
-                if not (request.untokenized or request.waiting):
+                if request.is_tokenized and not request.waiting:
                     self._leave(request)
                     continue
                 if batch and not room.has_any:
                     return
             if not request.waiting:
-                self._tokenize_part(request)
+                self._look_up_part(request, room)
 
     def _fail_formed(self, batch: Batch) -> None:
         """Fail the requests of a batch whose forming has failed, and the request that was looked at.
@@ -281,24 +301,50 @@ class RequestQueue:
         self._order.charge(fitting.tokens, left=request.waiting_tokens)
         return is_whole
 
-    def _tokenize_part(self, request: PendingRequest) -> None:
-        """Tokenise the next part of a request. The caller must hold `_forming`, and not the lock."""
+    def _look_up_part(self, request: PendingRequest, room: _Room) -> None:
+        """Tokenise the next part of a request for a batch, and charge its flow for what is known already.
+
+        Otherwise requests whose results are all known could keep a batch from being run, and a flow from its
+        turn, for as long as such requests arrive. The caller must hold `_forming`, and not the lock.
+        """
+        before, guessed = request.tokenized, request.guessed_tokens
+        known = self._tokenize_part(request)
+        made = request.tokenized - before
+        room.lookups -= max(1, made)
+        if known or not made:
+            cost = max(1, guessed - request.guessed_tokens)
+            with self._lock:
+                self._order.charge(cost, left=request.waiting_tokens)
+                if known:
+                    self._note_speed(cost * known // made)
+
+    def _tokenize_part(self, request: PendingRequest) -> int:
+        """Tokenise the next part of a request. Returns how many of its sequences need not be computed.
+
+        The caller must hold `_forming`, and not the lock.
+        """
+        before, guessed = request.tokenized, request.guessed_tokens
         piece = self._tokenize(request)
         with self._lock:
             if piece is None:
                 self._leave(request)
-                return
-            guessed = request.guessed_tokens
-            request.untokenized -= len(piece)
-            if request.queued:
-                request.waiting.append(piece)
-                self._note_length(request)
-                self._count(request, 0, piece.tokens + request.guessed_tokens - guessed)
+                return request.tokenized - before
+            has_ended = not request.queued
+            if not has_ended:
+                if len(piece):
+                    request.waiting.append(piece)
+                    self._note_length(request)
+                added = piece.tokens + request.guessed_tokens - guessed
+                self._count(request, len(piece) - (request.tokenized - before), added)
+        if has_ended:
+            self._give_up([piece])
+        return request.tokenized - before - len(piece)
 
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
-        if not request.untokenized:
-            measured = max(0.1, request.characters * request.plans / request.computed_tokens)
+        if request.is_tokenized:
+            tokens = request.timing.tokens / request.count
+            measured = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
             self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
 
@@ -344,8 +390,9 @@ class _Room:
 
     tokens: int
     texts: int
+    lookups: int  # sequences that may be tokenised for the batch
     part: int = 0  # tokens that a text which begins may have
 
     @property
     def has_any(self) -> bool:
-        return self.tokens > 0 and self.texts > 0 and self.part > 0
+        return self.tokens > 0 and self.texts > 0 and self.part > 0 and self.lookups > 0

@@ -1,23 +1,24 @@
-"""What a request gets, and results of texts that were computed lately or are being computed.
+"""What a request gets, and results of sequences that were computed lately or are being computed.
 
-    a text of a request -> kept: its result, at once
-                        -> in flight: the request waits for the text of another request
-                        -> neither: the request computes it, and others may wait for it
+    a sequence of a request -> kept: its result, at once
+                            -> in flight: the request waits for the sequence of another request
+                            -> neither: the request computes it, and others may wait for it
 
-Texts are looked up by name (service/batching/sources) on the event loop, before anything is queued. Only
-exact results are kept. Salts are part of a name, so no client learns by the time of an answer what another
-one has sent.
-
-A name that a request computes ends in one of two ways: the result is settled, or the request releases the
-name, at the latest when it has ended. A text that a request computes waits for no other request.
+A result is named by a digest of the token ids and of all that changes what is computed of them. Only exact
+results are kept. Salts are part of the digest, so no client learns by the time of an answer what another one
+has sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +26,8 @@ import numpy as np
 from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.blend.chunks import BlendReport
+from attncache_core.text.pairs import token_types
+from attncache_core.text.prompts import SequencePlan
 
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
@@ -46,7 +49,6 @@ class RequestResult(NamedTuple):
     log_probabilities: tuple[np.ndarray, ...] = ()  # float32 [targets]
     token_states: tuple[np.ndarray, ...] = ()  # float32 [tokens, hidden], if the plan reads them
     blends: tuple[BlendReport | None, ...] = ()  # None: the sequence was computed exactly
-    parts: tuple[PrefillPart, ...] = ()  # token ids of a text's sequences, if texts are sampled
 
     @classmethod
     def of(cls, result: PrefillResult, rows: range, tokens: int) -> RequestResult:
@@ -84,25 +86,22 @@ class RequestResult(NamedTuple):
     def bytes(self) -> int:
         """The memory that the result takes."""
         arrays = [self.outputs, *self.log_probabilities, *self.token_states]
-        arrays += [part.ids for part in self.parts]
         return sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
 
-    def repeatable(self, first: int, stop: int, part: PrefillPart, *, sampled: bool) -> RequestResult:
-        """Return the result of the sequences from `first` to `stop` for others of the same text.
+    def repeatable(self, index: int, tokens: int) -> RequestResult:
+        """Return the result of one sequence, of so many tokens, for other sequences of the same tokens.
 
-        part: all sequences. sampled: whether the result holds the token ids too. It holds copies, because a
-        row of a batch's outputs would keep all of them in memory.
+        It holds copies, because a row of a batch's outputs would keep all of them in memory.
         """
-        place = slice(first, stop)
+        place = slice(index, index + 1)
         return RequestResult(
             self.outputs[place].copy(),
             self.outcomes[place],
-            part.offsets[stop] - part.offsets[first],
+            tokens,
             0,
-            stop - first,
+            1,
             tuple(array.copy() for array in self.log_probabilities[place]),
             tuple(array.copy() for array in self.token_states[place]),
-            parts=(part.part(first, stop).copied(),) if sampled else (),
         )
 
 
@@ -128,67 +127,104 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
         in_order("log_probabilities", np.zeros(0, np.float32)),
         in_order("token_states", np.zeros((0, 0), np.float32)),
         in_order("blends"),
-        tuple(chain.from_iterable(part.parts for _, part in parts)),
     )
 
 
-class Results(Generic[W]):
-    """Keeps results of texts up to a number of bytes, and knows who waits for what. Thread safe.
+class SequenceNames:
+    """Names the sequences of one request: equal names have equal results."""
 
-    W: a request, which computes texts and waits for texts.
+    def __init__(self, salt: bytes, plans: Sequence[SequencePlan]) -> None:
+        """salt: requests of other salts share no result. plans: what is read from the sequences.
+
+        Both are read when the first sequence is named, because plans may hold the tokens of many labels.
+        """
+        self._salt = salt
+        self._plans = plans
+
+    def of(self, part: PrefillPart, places: Sequence[int]) -> list[bytes]:
+        """Return the name of each sequence. places: of each, among the sequences of the request."""
+        named, plans = [], len(self._plans)
+        for index, (first, stop) in enumerate(pairwise(part.offsets)):
+            name = self._common.copy()
+            if plans > 1 or part.pairs:
+                # The types of a pair's tokens are not in its token ids.
+                types = token_types(part.pairs[index]) if part.pairs else None
+                name.update(repr((places[index] % plans, types)).encode() + b"\0")
+            name.update(part.ids[first:stop])
+            named.append(name.digest())
+        return named
+
+    @cached_property
+    def _common(self) -> Any:  # a hash object, which has no public type
+        common = hashlib.blake2b(b"%d:" % len(self._salt) + self._salt, digest_size=16)
+        for plan in self._plans:
+            counts = plan.prompt_tokens, len(plan.continuation), len(plan.targets), plan.states
+            common.update(array("q", counts))
+            common.update(array("q", plan.continuation))
+            common.update(array("q", chain.from_iterable(plan.targets)))
+        return common
+
+
+class Lookup(Enum):
+    """What was found instead of a result."""
+
+    UNKNOWN = auto()  # nothing: the caller computes it
+    WAITS = auto()  # another request computes it
+
+
+class Results(Generic[W]):
+    """Keeps results up to a number of bytes, and knows who waits for what. Thread safe.
+
+    W: who waits for a result.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._max_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, RequestResult] = OrderedDict()
-        # Of each name: who computes it, and who waits for it for which of its texts.
-        self._computing: dict[bytes, tuple[W, list[tuple[W, int]]]] = {}
+        self._computing: set[bytes] = set()
+        self._waiters: dict[bytes, list[W]] = {}  # of what is being computed
         self.bytes = 0  # of the results that are kept
 
     def __len__(self) -> int:
         """Return the number of results that are kept."""
         return len(self._kept)
 
-    def find(
-        self, request: W, names: Iterable[tuple[int, bytes]]
-    ) -> tuple[list[tuple[int, RequestResult]], list[int]]:
-        """Return the results of texts that are kept, and the texts that nobody computes yet.
+    def find(self, names: Sequence[bytes], waiter: Callable[[int], W]) -> list[RequestResult | Lookup]:
+        """Return for each name a result that is kept, or whether `waiter(index)` waits from now on.
 
-        names: of the texts, by their indices. Of what nobody computes, others wait for the request from now
-        on, and the request must call `release` when it ends. For all other texts the request waits.
+        If a result is unknown, others wait for the caller, who must call `settle` or `give_up`. If `waiter`
+        raises, nobody waits for the caller.
         """
-        kept, unknown = list[tuple[int, RequestResult]](), list[int]()
+        found: list[RequestResult | Lookup] = []
         with self._lock:
-            for index, name in names:
-                result = self._kept.get(name)
-                if result is not None:
-                    self._kept.move_to_end(name)
-                    kept.append((index, result))
-                elif name in self._computing:
-                    self._computing[name][1].append((request, index))
-                else:
-                    self._computing[name] = request, []
-                    unknown.append(index)
-        return kept, unknown
+            try:
+                for name in names:
+                    found.append(self._find(name, waiter, len(found)))
+            except BaseException:
+                self._computing.difference_update(
+                    name for name, result in zip(names, found, strict=False) if result is Lookup.UNKNOWN
+                )
+                raise
+        return found
 
-    def settle(self, results: Mapping[bytes, RequestResult]) -> list[tuple[W, int, RequestResult]]:
-        """Keep results that were computed. Returns who waited for which result, for which of its texts."""
-        waited = list[tuple[W, int, RequestResult]]()
+    def settle(self, results: Mapping[bytes, RequestResult]) -> list[tuple[W, RequestResult]]:
+        """Keep results that were computed. Returns who waited for which result."""
         with self._lock:
             for name, result in results.items():
                 self._keep(name, result)
-                _, waiting = self._computing.pop(name, (None, ()))
-                waited += [(request, index, result) for request, index in waiting]
+            waited = [
+                (waiter, result) for name, result in results.items() for waiter in self._waiters.pop(name, ())
+            ]
+            self._computing.difference_update(results)
         return waited
 
-    def release(self, request: W, names: Iterable[bytes]) -> list[tuple[W, int]]:
-        """Note that a request computes none of these names any more. Returns who waited for it."""
-        waited = list[tuple[W, int]]()
+    def give_up(self, names: Iterable[bytes]) -> list[W]:
+        """Note that results will not be computed after all. Returns who waited for them."""
         with self._lock:
-            for name in names:
-                if name in self._computing and self._computing[name][0] is request:
-                    waited += self._computing.pop(name)[1]
+            ended = list(names)
+            waited = [waiter for name in ended for waiter in self._waiters.pop(name, ())]
+            self._computing.difference_update(ended)
         return waited
 
     def clear(self) -> None:
@@ -198,6 +234,17 @@ class Results(Generic[W]):
             self.bytes = 0
 
     # The caller must hold the lock.
+
+    def _find(self, name: bytes, waiter: Callable[[int], W], index: int) -> RequestResult | Lookup:
+        kept = self._kept.get(name)
+        if kept is not None:
+            self._kept.move_to_end(name)
+            return kept
+        if name in self._computing:
+            self._waiters.setdefault(name, []).append(waiter(index))
+            return Lookup.WAITS
+        self._computing.add(name)
+        return Lookup.UNKNOWN
 
     def _keep(self, name: bytes, result: RequestResult) -> None:
         if name in self._kept or result.bytes > self._max_bytes:

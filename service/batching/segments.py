@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from attncache_core import InputTooLong, PrefillEngine
 from attncache_core.text.prompts import Frame, Prompt
 from attncache_core.text.segments import Segmented, segmented, split, split_at
 from attncache_core.text.tokenizer import continued
-from service.batching.sources import NamedSource, Texts, Tokenized
+from service.batching.sources import Texts, Tokenized
 from service.errors import rename
 
 
@@ -50,7 +49,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class DividedTexts(NamedSource):
+class DividedTexts:
     """Texts that are divided into chunks: at a separator, or into as many tokens each.
 
     A text keeps its tokens. The end of a text, behind its last chunk, is what a query is. A text with fewer
@@ -70,14 +69,6 @@ class DividedTexts(NamedSource):
     def characters(self) -> int:
         """The number of characters of all texts."""
         return self.texts.characters
-
-    def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
-        """Return the names of the texts, because an exact result does not depend on chunks."""
-        return self.texts.names(prompt, salt)
-
-    def select(self, indices: Sequence[int]) -> Self:
-        """Return a source of some of the texts."""
-        return replace(self, texts=self.texts.select(indices))
 
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int

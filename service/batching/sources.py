@@ -7,12 +7,10 @@ A source is made on the event loop, and makes its sequences in an engine thread,
 
 from __future__ import annotations
 
-import hashlib
 import re
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template, Text, characters_of
@@ -64,23 +62,8 @@ class Source(Protocol):
         """
 
 
-class NamedSource(Source):
-    """A source whose texts have names: texts of one name have equal results, if these are exact."""
-
-    @abstractmethod
-    def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
-        """Return the name of each text in a prompt. Requests of other salts have other names.
-
-        A name is a digest of what the client has sent, so that no text is tokenised for it.
-        """
-
-    @abstractmethod
-    def select(self, indices: Sequence[int]) -> Self:
-        """Return a source of some of the texts."""
-
-
 @dataclass(frozen=True, slots=True)
-class Texts(NamedSource):
+class Texts:
     """Texts, or pairs of texts, that do not depend on each other.
 
     truncate: cut a text that is too long. cut: where, if the text is no pair.
@@ -100,14 +83,6 @@ class Texts(NamedSource):
         """The number of characters of all texts."""
         return sum(map(characters_of, self.texts))
 
-    def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
-        """Return the name of each text; see NamedSource."""
-        return _names(self.texts, self.truncate, self.cut, prompt, salt)
-
-    def select(self, indices: Sequence[int]) -> Self:
-        """Return a source of some of the texts."""
-        return replace(self, texts=[self.texts[index] for index in indices])
-
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
@@ -116,7 +91,7 @@ class Texts(NamedSource):
             try:
                 sequences = self._sequences(engine, self.texts[start:stop], prompt, max_total_tokens)
             except InvalidInput as error:
-                rename(error, moved(error.field, range(start, stop)))
+                rename(error, _moved(error.field, start))
                 raise
             max_total_tokens -= sum(map(len, sequences))
             yield Tokenized(sequences, salt)
@@ -141,7 +116,7 @@ class Texts(NamedSource):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSequences(NamedSource):
+class TokenSequences:
     """Sequences of token ids, computed as they are: without a prompt, and without further special tokens.
 
     truncate: cut a sequence that is too long, at the side `cut`.
@@ -160,14 +135,6 @@ class TokenSequences(NamedSource):
     def characters(self) -> int:
         """About as many characters as the texts of the sequences have."""
         return _CHARACTERS_PER_TOKEN * sum(map(len, self.sequences))
-
-    def names(self, prompt: Prompt, salt: bytes) -> list[bytes]:
-        """Return the name of each sequence; see NamedSource."""
-        return _names(self.sequences, self.truncate, self.cut, prompt, salt)
-
-    def select(self, indices: Sequence[int]) -> Self:
-        """Return a source of some of the sequences."""
-        return replace(self, sequences=[self.sequences[index] for index in indices])
 
     def tokenize(
         self,
@@ -241,19 +208,6 @@ def bare_prompt(engine: PrefillEngine) -> Prompt:
     return Prompt(Template(), (SequencePlan(0),))
 
 
-def moved(field: str | None, places: Sequence[int]) -> str | None:
-    """Return the field of a text among all texts, from its field among the texts at these places."""
-    return field and re.sub(r"(?<=^inputs\[)\d+(?=\]$)", lambda index: str(places[int(index[0])]), field)
-
-
-def _names(
-    texts: Iterable[Text | list[int]], truncate: bool, cut: Side, prompt: Prompt, salt: bytes
-) -> list[bytes]:
-    options = f"{truncate} {cut} {len(salt)}:".encode()
-    common = hashlib.blake2b(options + salt + prompt.digest, digest_size=16)
-    names = []
-    for text in texts:
-        name = common.copy()
-        name.update(repr(text).encode())  # which tells texts, pairs and token ids apart
-        names.append(name.digest())
-    return names
+def _moved(field: str | None, start: int) -> str | None:
+    """Return the field of a text among all texts, from its field among texts[start:]."""
+    return field and re.sub(r"(?<=^inputs\[)\d+(?=\]$)", lambda index: str(int(index[0]) + start), field)

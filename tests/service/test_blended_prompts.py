@@ -172,7 +172,6 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     prompt = engine.tokenizer.default_prompt
     future = None
     request = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
-    request.compute(None, 4.0)
     sequence = request.next_part(engine, 10**6)
     first, *others = sequence.stored_as
     turns = engine.tokenizer.turns(SEGMENTS)

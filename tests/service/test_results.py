@@ -1,49 +1,40 @@
-"""Results of equal texts: computed once, kept up to a number of bytes, and never shared across salts."""
+"""Results of equal sequences: computed once, kept up to a number of bytes, and never shared across salts."""
 
 import asyncio
-import random
 import threading
-import time
-from contextlib import asynccontextmanager
-from unittest import mock
 
 import numpy as np
 import pytest
 import queueing
 from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from queueing import LABELLED, LabelledEngine, assert_result_of, hold
 
-from attncache_core import InputTooLong, NotFinite, Outcome, PrefillEngine
+from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from attncache_core.engine.request import PrefillBatch, PrefillPart
+from attncache_core.engine.request import PrefillPart
+from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results, joined
-from service.batching.sources import Texts, TokenSequences
-from service.errors import InternalError, QueueFull, ShuttingDown
+from service.batching.request_queue import _MAX_LOOKUPS
+from service.batching.results import Lookup, RequestResult, Results, SequenceNames, joined
+from service.batching.sources import Texts
+from service.errors import InternalError
 from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
 
-@asynccontextmanager
-async def batching(engine, sequences=100, **more):
-    """Yield a batcher that keeps results. At the end, assert that nobody computes or waits any more."""
-    more = {"result_bytes": 2**20, **more}
-    async with queueing.batching(engine, sequences=sequences, **more) as batcher:
-        yield batcher
-    await asyncio.sleep(0)  # lets the event loop call the batcher's callbacks
-    assert not batcher._results._computing
+def batching(engine, sequences=100, **more):
+    return queueing.batching(engine, sequences=sequences, **{"result_bytes": 2**20, **more})
 
 
-def submit(batcher, *texts, salt=b"", truncate=True, **more):
-    return batcher.submit(Texts(texts, truncate), **{"reuse": True, "salt": salt, **more})
+def submit(batcher, *texts, salt=b"", **more):
+    return batcher.submit(Texts(texts, truncate=True), **{"reuse": True, "salt": salt, **more})
 
 
 def result_of(number, size=8):
@@ -61,87 +52,60 @@ async def test_text_that_was_computed_is_not_computed_again():
     assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
 
 
-async def test_request_of_kept_texts_is_answered_while_the_engine_is_busy():
+async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        first = await submit(batcher, "a", "bb")
         busy = await hold(engine, batcher)
-        kept = submit(batcher, "bb", "a", "bb")
-        assert kept.done()
-        assert_result_of(["bb", "a", "bb"], kept.result())
-        partly = submit(batcher, "a", "new")
-        await asyncio.sleep(0.01)
-        assert not partly.done()
-        engine.may_run.set()
-        assert_result_of(["a", "new"], await partly)
-        await busy
-    assert first.repeated == 0
-    assert engine.batches == [["a", "bb"], ["busy"], ["new"]]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-async def test_text_whose_client_left_is_computed_for_the_others_that_wait(begun):
-    engine = FakeEngine()
-    async with batching(engine, sequences=1) as batcher:
-        engine.may_run.clear()
-        # A batch has room for one text: the second text is tokenised with the first one, and waits.
-        busy = [] if begun else [submit(batcher, "busy")]
-        gone = submit(batcher, "first", "same")
-        await asyncio.to_thread(engine.runs.acquire)
-        others = [submit(batcher, "same", "same") for _ in range(3)]
+        gone = submit(batcher, "same")
+        others = [submit(batcher, "same") for _ in range(3)]
+        # The queue tokenises when it forms a batch, so the first of them is the one that computes.
         gone.cancel()
         engine.may_run.set()
         for result in await asyncio.gather(*others):
-            assert_result_of(["same", "same"], result)
-        await asyncio.gather(*busy)
+            assert_result_of(["same"], result)
+        await busy
     assert sum(batch.count("same") for batch in engine.batches) == 1
 
 
-async def test_texts_of_a_request_that_was_refused_are_computed_for_others():
-    engine = FakeEngine()
-    async with batching(engine, queue=1) as batcher:
-        await submit(batcher, "kept")
-        busy = await hold(engine, batcher)
-        with pytest.raises(QueueFull):
-            submit(batcher, "kept", "same", "two")
-        waiting = submit(batcher, "same")
-        engine.may_run.set()
-        assert_result_of(["same"], await asyncio.wait_for(waiting, timeout=10))
-        await busy
-
-
-async def test_request_that_waits_when_the_server_ends_is_answered_or_refused():
-    engine = FakeEngine()
+async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_later_requests():
+    engine = TokenisingSlowly()
     async with batching(engine) as batcher:
-        busy = await hold(engine, batcher)
-        gone, waiting = submit(batcher, "same"), submit(batcher, "same")
-        closing = asyncio.create_task(asyncio.to_thread(batcher.close))
-        while not batcher._is_closed:
-            await asyncio.sleep(0.001)
+        gone = submit(batcher, "same")
+        await asyncio.to_thread(engine.tokenising.wait)
         gone.cancel()
-        with pytest.raises(ShuttingDown):
-            await asyncio.wait_for(waiting, timeout=10)
-        engine.may_run.set()
-        await asyncio.gather(busy, closing)
+        await asyncio.sleep(0)  # the batcher withdraws the request
+        engine.may_tokenise.set()
+        assert_result_of(["same"], await asyncio.wait_for(submit(batcher, "same"), timeout=10))
 
 
-async def test_errors_name_the_text_among_all_texts_of_the_request():
+class TokenisingSlowly(FakeEngine):
+    """Begins to tokenise, and ends when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokenising, self.may_tokenise = threading.Event(), threading.Event()
+
+    def tokenize(self, *arguments, **more):
+        self.tokenising.set()
+        assert self.may_tokenise.wait(timeout=10)
+        return super().tokenize(*arguments, **more)
+
+
+async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_by_one_that_waits():
     engine = FakeEngine()
-    limits = Limits(1000, 100, 1000, request_tokens=100)
-    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
-    await submit(batcher, "a" * 40)
-    await submit(batcher, "b" * 40)
-    for texts, truncate, error, field in [
-        (("a" * 40, "fine", "x" * 65), False, InputTooLong, "inputs[2]"),
-        (("a" * 40, "fine", NOT_FINITE), True, NotFinite, "inputs[2]"),
-        (("a" * 40, "b" * 40, "c" * 21), True, InputTooLong, "inputs"),
-        (("a" * 40, "b" * 40, "a" * 40), True, InputTooLong, "inputs"),
-    ]:
-        await submit(batcher, "a" * 40, truncate=truncate)
-        with pytest.raises(error) as refused:
-            await submit(batcher, *texts, truncate=truncate)
-        assert refused.value.field == field
-    await asyncio.to_thread(batcher.close)
+    async with batching(engine, sequences=1) as batcher:
+        engine.may_run.clear()
+        # The first batch has room for one text: the second text is tokenised with it, and waits.
+        gone = submit(batcher, "first", "same")
+        await asyncio.to_thread(engine.runs.acquire)
+        other = submit(batcher, "same")
+        while not any(request is not None for request in batcher._queue._order):
+            await asyncio.sleep(0.001)
+        engine.runs = type(engine.runs)(0)
+        gone.cancel()
+        engine.may_run.set()
+        assert_result_of(["same"], await other)
+    assert ["same"] in engine.batches
 
 
 @pytest.mark.parametrize(("failing", "error"), [(FAILING, InternalError), (NOT_FINITE, NotFinite)])
@@ -155,8 +119,6 @@ async def test_failure_reaches_all_that_wait_and_is_not_kept(failing, error):
             with pytest.raises(error):
                 await result
         await busy
-        computed = sum(batch.count(failing) for batch in engine.batches)
-        assert computed == 1 or error is InternalError
         assert_result_of(["fine"], await submit(batcher, "fine"))
         with pytest.raises(error):
             await submit(batcher, failing)
@@ -193,16 +155,6 @@ async def test_sequences_of_labels_are_kept_by_their_plans():
     assert len(engine.batches) == 1
 
 
-async def test_token_ids_of_repeated_texts_are_told_as_those_of_computed_ones():
-    told = []
-    async with batching(FakeEngine()) as batcher:
-        for texts in (["a", "bb"], ["bb", "a"], ["ccc", "a", "ccc"]):
-            await submit(batcher, *texts, answered=told.append)
-            await asyncio.sleep(0)
-    found = [sorted(text for part in parts for text in texts_of(PrefillBatch([part]))) for parts in told]
-    assert found == [["a", "bb"], ["a", "bb"], ["a", "ccc", "ccc"]]
-
-
 async def test_headers_and_metrics_tell_what_was_repeated():
     async with serving(FakeEngine(), result_memory_bytes=2**20) as client:
         await client.post("/embed", json={"inputs": ["a", "bb"]})
@@ -234,42 +186,40 @@ async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path):
     np.testing.assert_allclose(kept.json(), computed.json(), rtol=1e-5, atol=1e-6)
 
 
-def found(results, request, *names):
-    """Return the places of the names whose results are kept, and of those that the request must compute."""
-    kept, unknown = results.find(request, enumerate(names))
-    return [index for index, _ in kept], unknown
-
-
 def test_least_recently_used_results_leave():
     each = result_of(0).bytes
     results = Results(3 * each)
     for number, name in enumerate([b"a", b"b", b"c"]):
-        assert found(results, "one", name) == ([], [0])
+        assert results.find([name], str) == [Lookup.UNKNOWN]
         results.settle({name: result_of(number)})
-    assert found(results, "one", b"a") == ([0], [])
+    assert isinstance(*results.find([b"a"], str), RequestResult)
+    assert results.find([b"d"], str) == [Lookup.UNKNOWN]
     results.settle({b"d": result_of(3)})
-    assert found(results, "one", b"b", b"a", b"c", b"d") == ([1, 2, 3], [0])
+    assert results.find([b"b"], str) == [Lookup.UNKNOWN]
+    assert all(isinstance(result, RequestResult) for result in results.find([b"a", b"c", b"d"], str))
     assert (len(results), results.bytes) == (3, 3 * each)
 
 
 def test_kept_result_holds_no_other_rows_of_its_batch():
     batch = RequestResult(np.zeros((64, 8), np.float32), (Outcome.MISS,) * 64, 3 * 64, 0)
-    part = PrefillPart.of([[0] * 5] * 64)
-    kept = batch.repeatable(3, 5, part, sampled=True)
+    results = Results(2**20)
+    results.find([b"a"], str)
+    results.settle({b"a": batch.repeatable(3, 5)})
+    (kept,) = results.find([b"a"], str)
+    assert isinstance(kept, RequestResult)
     assert kept.outputs.base is None
-    assert kept.outputs.shape == (2, 8)
-    assert (kept.asked_tokens, kept.cached_tokens, kept.repeated) == (10, 0, 2)
-    assert (kept.parts[0].ids.base, list(kept.parts[0].offsets)) == (None, [0, 5, 10])
+    assert kept.outputs.shape == (1, 8)
+    assert (kept.asked_tokens, kept.cached_tokens, kept.repeated) == (5, 0, 1)
 
 
-def test_names_end_with_their_result_or_with_the_request_that_computes_them():
-    results, result = Results(2**20), result_of(2)
-    assert found(results, "one", b"a", b"b", b"a") == ([], [0, 1])
-    assert found(results, "two", b"b", b"c", b"a") == ([], [1])
-    assert results.release("two", [b"a", b"b"]) == []
-    assert results.settle({b"a": result}) == [("one", 2, result), ("two", 2, result)]
-    assert results.release("one", [b"a", b"b"]) == [("two", 0)]
-    assert found(results, "two", b"a", b"b") == ([0], [1])
+def test_names_that_a_failed_caller_looked_up_are_unknown_to_the_next_one():
+    results = Results(2**20)
+    with pytest.raises(ZeroDivisionError):
+        results.find([b"a", b"b", b"a"], lambda index: 1 // (index - 2))
+    assert results.find([b"a", b"b"], str) == [Lookup.UNKNOWN] * 2
+    assert results.find([b"b", b"b", b"c"], str) == [Lookup.WAITS, Lookup.WAITS, Lookup.UNKNOWN]
+    result = result_of(2)
+    assert results.settle({b"a": result, b"b": result}) == [("0", result), ("1", result)]
 
 
 @given(st.integers(1, 9).flatmap(lambda count: st.permutations(range(count))), st.data())
@@ -301,60 +251,62 @@ def test_parts_that_are_joined_are_the_whole_result(places, data):
     assert (found.token_states, found.blends) == ((), ())
 
 
-texts = st.text(st.characters(), max_size=20)
-PLAN = SequencePlan(0)
+sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
 
-@given(texts, texts, texts)
-def test_names_differ_if_texts_or_kinds_or_options_or_salts_differ(first, second, third):
-    prompt = Prompt(Template(), (PLAN,))
-    written = [first, second, first + second, (first, second), (second, third), (first, second + third)]
-    named = Texts(written, truncate=True).names(prompt, b"")
-    assert [[one == other for other in named] for one in named] == [
-        [one == other for other in written] for one in written
-    ]
-    ids = [[*map(ord, text)] for text in (first, second)]
-    others = [
-        Texts([first], truncate=True).names(prompt, b"x"),
-        Texts([first], truncate=False).names(prompt, b""),
-        Texts([first], truncate=True, cut="left").names(prompt, b""),
-        Texts([repr(ids[0])], truncate=True).names(prompt, b""),
-        TokenSequences([ids[0]], truncate=True).names(prompt, b""),
-        Texts([first], truncate=True).select([0]).names(Prompt(Template("a"), (PLAN,)), b""),
-    ]
-    if repr(ids[0]) != first:
-        assert len({named[0], *(name for [name] in others)}) == 1 + len(others)
-    sequences = TokenSequences(ids, truncate=True)
-    assert sequences.select([1]).names(prompt, b"") == sequences.names(prompt, b"")[1:]
+@given(first=sequences, second=sequences)
+def test_names_differ_if_tokens_salts_or_plans_differ(first, second):
+    (one, other) = SequenceNames(b"", ()).of(PrefillPart.of([first, second]), range(2))
+    assert (one == other) is (first == second)
+    assert (
+        len(
+            {
+                one,
+                name_of(first, salt=b"x"),
+                *SequenceNames(b"", [plan_of(1)] * 2).of(PrefillPart.of([first, first]), range(2)),
+            }
+        )
+        == 4
+    )
+
+
+@given(sequences, st.integers(0, 9))
+def test_name_of_a_pair_depends_on_the_types_of_its_tokens(ids, place):
+    pairs = [PairTokens(ids, types) for types in (None, [0] * len(ids), [1] * len(ids))]
+    assert (
+        len({name_of(ids), *SequenceNames(b"", [SequencePlan(0)]).of(PrefillPart.of(pairs), [place] * 3)})
+        == 4
+    )
+
+
+def name_of(ids, plans=(), salt=b""):
+    (name,) = SequenceNames(salt, plans).of(PrefillPart.of([ids]), [0])
+    return name
 
 
 def plan_of(token, targets=()):
     return SequencePlan(0, (token,), targets)
 
 
-def test_prompts_of_equal_digests_are_equal():
-    around = [("", "", None), ("a", "", None), ("", "a", None), ("", "", "a"), ("", "", "")]
-    plans = [
-        (PLAN,),
+@pytest.mark.parametrize(
+    "plans",
+    [
         (plan_of(1),),
         (plan_of(2),),
         (plan_of(1), plan_of(2)),
-        (plan_of(1), plan_of(1)),
         (SequencePlan(0, (1, 2)),),
         (SequencePlan(1, (1,)),),
         (SequencePlan(0, (1,), states=True),),
         (plan_of(1, (Target(0, 1),)),),
         (plan_of(1, (Target(1, 0),)),),
         (SequencePlan(0, (), (Target(1, 0),)),),
-    ]
-    prompts = [
-        Prompt(Template(*parts), several, cut)
-        for parts in around
-        for several in plans
-        for cut in ("longest", "first")
-    ]
-    assert len({prompt.digest for prompt in prompts}) == len(prompts)
-    assert Prompt(Template(), (plan_of(1),)).digest == Prompt(Template(), (plan_of(1),)).digest
+    ],
+    ids=repr,
+)
+def test_names_differ_if_any_number_of_a_plan_differs(plans):
+    assert name_of([1], plans) == name_of([1], [*plans])
+    others = [(), (plan_of(3),), (*plans, plan_of(1)), (SequencePlan(0, (1, 0)),)]
+    assert len({name_of([1], plan) for plan in (plans, *others)}) == 1 + len(others)
 
 
 class NotedTokens(tuple[int, ...]):
@@ -366,9 +318,9 @@ class NotedTokens(tuple[int, ...]):
         self.readers.add(threading.current_thread().name)
         return super().__len__()
 
-    def __iter__(self):
+    def __repr__(self):
         self.readers.add(threading.current_thread().name)
-        return super().__iter__()
+        return super().__repr__()
 
 
 async def test_event_loop_does_not_read_the_tokens_of_labels():
@@ -436,7 +388,7 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
 
 
 async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkeypatch):
-    def failing(*_arguments, **_more):
+    def failing(_result, _index):
         raise MemoryError
 
     monkeypatch.setattr(RequestResult, "repeatable", failing)
@@ -447,68 +399,52 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkey
     assert sum(batch.count("same") for batch in engine.batches) == 3
 
 
-class UnreliableEngine(LabelledEngine):
-    """Fails on some batches, and takes its time."""
+class CountingEngine(FakeEngine):
+    """Notes, for each batch, how many texts were tokenised before it was computed."""
 
-    parallel_runs = 2
+    def __init__(self):
+        super().__init__()
+        self.tokenized = 0
+        self.tokenized_before = {}
 
-    def may_reuse(self, *_):
-        return True
-
-    def __init__(self, seed):
-        super().__init__(stored={"hits", "hitsx"}, damage=0.0)
-        self.random = random.Random(seed)
-
-    def tokenize(self, texts, truncate, prompt, *more):
-        time.sleep(self.random.random() / 1000)
-        if len(prompt.sequence_plans) == 1:
-            return FakeEngine.tokenize(self, texts, truncate, prompt, *more)
-        return super().tokenize(texts, truncate, prompt, *more)
+    def tokenize(self, texts, *arguments, **more):
+        self.tokenized += len(texts)
+        return super().tokenize(texts, *arguments, **more)
 
     def run(self, requests):
-        time.sleep(self.random.random() / 1000)
-        if self.random.random() < 0.1:
-            raise RuntimeError
+        self.tokenized_before.update(dict.fromkeys(texts_of(requests), self.tokenized))
         return super().run(requests)
 
 
-requests_with_equal_texts = st.lists(
-    st.tuples(
-        st.lists(st.sampled_from(["hits", "a", "bb", "ccc", NOT_FINITE]), min_size=1, max_size=5),
-        st.booleans(),  # with labels
-        st.sampled_from(["", "", "", "cancelled", "cancelled later"]),
-        st.integers(0, 2),  # turns of the event loop until the next request
-    ),
-    max_size=12,
-)
+@pytest.mark.parametrize("first", ["known", "other"])
+async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
+    engine = CountingEngine()
+    limits = Limits(10**5, 100, 10**6, request_tokens=10**6)
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
+    await submit(batcher, "known")
+    busy = await hold(engine, batcher)
+    before = engine.tokenized
+    other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(3000)]
+    other = other or [submit(batcher, "other", flow=("other",))]
+    engine.may_run.set()
+    await asyncio.gather(busy, *other, *known)
+    await asyncio.to_thread(batcher.close)
+    assert sum(batch.count("known") for batch in engine.batches) == 1
+    assert engine.tokenized_before["other"] - before <= _MAX_LOOKUPS + 2
 
 
-@settings(max_examples=60, deadline=None)
-@given(requests_with_equal_texts, st.integers(1, 30), st.integers(1, 4), st.integers(0, 10**6))
-def test_requests_with_equal_texts_get_their_own_rows_whatever_happens_to_the_others(
-    requests, tokens, sequences, seed
-):
-    @mock.patch.object(RequestQueue, "min_part", 1)
-    async def scenario():
-        async with batching(UnreliableEngine(seed), sequences, tokens=tokens) as batcher, asyncio.timeout(30):
-            pending = []
-            for several, labelled, fate, turns in requests:
-                more = {"prompt": LABELLED} if labelled else {}
-                pending.append(submit(batcher, *several, **more))
-                if fate == "cancelled":
-                    pending[-1].cancel()
-                elif fate:
-                    asyncio.get_running_loop().call_later(0.001, pending[-1].cancel)
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-            return await asyncio.gather(*pending, return_exceptions=True)
-
-    for (several, labelled, fate, _), answer in zip(requests, asyncio.run(scenario()), strict=True):
-        rows = [text + end for text in several for end in ("xyz" if labelled else [""])]
-        if isinstance(answer, NotFinite):
-            assert answer.field in [f"inputs[{place}]" for place, row in enumerate(rows) if row == NOT_FINITE]
-        elif isinstance(answer, BaseException):
-            assert isinstance(answer, (InternalError, asyncio.CancelledError if fate else InternalError))
-        else:
-            assert NOT_FINITE not in rows
-            assert_result_of(rows, answer)
+async def test_known_texts_end_the_turn_of_their_client():
+    engine = CountingEngine()
+    limits = Limits(100, 100, 10**6, request_tokens=10**6)
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
+    await submit(batcher, "known")
+    busy = await hold(engine, batcher)
+    # The clients have the same number of requests, and those of the second one fill a batch each.
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
+    other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
+    before = engine.tokenized
+    engine.may_run.set()
+    await asyncio.gather(busy, *other, *known)
+    await asyncio.to_thread(batcher.close)
+    assert engine.tokenized_before[f"{0:060}"] - before < 200

@@ -153,7 +153,6 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
     async with serving(tiny_checkpoint, root) as client:
 
         async def state():
-            await asyncio.sleep(0)  # answers of kept results let nothing else run
             return (await client.get("/info")).json()["sample"]
 
         async with asyncio.timeout(30):

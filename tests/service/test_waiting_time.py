@@ -3,14 +3,14 @@
 import asyncio
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
-from fake_engine import OWN_PROMPT, FakeEngine, serving
+from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import LabelledEngine, batching, hold, submit
+from queueing import batching, hold, submit
 
-from attncache_core.checkpoints.template import Template
-from attncache_core.text.prompts import Prompt, SequencePlan
+from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
 from service.batching.pending_request import PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
@@ -29,8 +29,11 @@ class SimulatedQueue:
     def __init__(self, max_seconds=MAX_SECONDS, sequences=MANY, tokens=MANY):
         self.now = 0.0
         limits = Limits(BATCH, MANY, sequences, MANY, tokens, max_seconds)
-        self.queue = RequestQueue(limits, self._tokenize, lambda *_: None, clock=lambda: self.now)
+        self.queue = RequestQueue(
+            limits, self._tokenize, lambda _: None, lambda *_: None, clock=lambda: self.now
+        )
         self._engine = FakeEngine()
+        self._known = set()
         self._turn = None
         self._taken = []
 
@@ -65,6 +68,10 @@ class SimulatedQueue:
         while request not in self._taken:
             self._end_batch()
 
+    def know(self, *texts):
+        """Let the results of these texts be known from now on."""
+        self._known.update(texts)
+
     def _begin_batch(self):
         batch = next(self._turn, [])
         self._taken = [piece.request for piece in batch]
@@ -75,7 +82,9 @@ class SimulatedQueue:
         self._begin_batch()
 
     def _tokenize(self, request):
-        return request.next_part(self._engine, MANY)
+        made = request.next_part(self._engine, MANY)
+        texts = texts_of(PrefillBatch([made.prefill]))
+        return made.select([index for index, text in enumerate(texts) if text not in self._known])
 
 
 def future_of_nobody():
@@ -186,6 +195,28 @@ def test_request_of_any_size_is_admitted_to_an_empty_queue():
     simulated.add("a", *["x" * BATCH] * 50)
 
 
+def test_texts_whose_results_are_known_make_the_queue_faster():
+    simulated = measured_queue()
+    simulated.know("known text")
+    # Many requests, because the texts of a request are tokenised together. A quarter is computed.
+    for _ in range(10):
+        simulated.add("a", "x" * BATCH)
+        for _ in range(4):
+            simulated.add("a", "x" * 10)
+            for _ in range(3):
+                simulated.add("a", "known text")
+        simulated.run()
+    simulated.add("a", "x" * BATCH)
+    added = 0
+    while True:
+        try:
+            simulated.add("a", "known text")
+        except QueueFull:
+            break
+        added += 10
+    assert added > 2 * MAX_SECONDS * SPEED
+
+
 async def measured_batcher(batcher, engine):
     """Let a batcher measure its speed, and keep its engine busy."""
     await submit(batcher, ["x" * 10] * 50)
@@ -241,7 +272,9 @@ async def test_refusal_has_the_shape_of_each_api(path, body, described):
 
 def test_sequences_that_leave_while_their_keys_are_looked_up_fail_nothing(monkeypatch):
     limits = Limits(BATCH, MANY, MANY, MANY)
-    queue = RequestQueue(limits, lambda request: request.next_part(FakeEngine(), MANY), lambda *_: None)
+    queue = RequestQueue(
+        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None
+    )
     request = PendingRequest(
         Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
     )
@@ -256,17 +289,16 @@ def test_sequences_that_leave_while_their_keys_are_looked_up_fail_nothing(monkey
 
 
 @given(data=st.data(), texts=st.integers(1, 5), plans=st.integers(1, 4))
-def test_sequences_of_a_text_count_as_one_text_whichever_texts_are_computed(data, texts, plans):
-    chosen = sorted(data.draw(st.sets(st.sampled_from(range(texts)), min_size=1)))
-    prompt = Prompt(Template(), tuple(SequencePlan(0, continuation=(ord("x"),)) for _ in range(plans)))
-    source = Texts([str(text) for text in range(texts)], truncate=False)
-    request = PendingRequest(source, prompt, False, True, future_of_nobody(), shares_prefixes=True)
-    request.compute(chosen, 4.0)
-    piece = request.next_part(LabelledEngine(), MANY)
-    places = [text * plans + plan for text in chosen for plan in range(plans)]
-    assert (list(piece.places), request.untokenized) == (places, len(places))
-    for count in range(1, len(places) + 1):
-        assert piece.first(count).texts == len({place // plans for place in places[:count]})
+def test_sequences_of_a_text_count_as_one_text_whichever_are_left_out(data, texts, plans):
+    numbers = [text for text in range(texts) for _ in range(plans)]
+    indices = sorted(data.draw(st.sets(st.sampled_from(range(len(numbers))), min_size=1)))
+    offsets = range(len(numbers) + 1)  # each sequence is one token
+    whole = Slice(
+        None, PrefillPart(np.zeros(len(numbers), np.int64), offsets), offsets[:-1], offsets, numbers
+    )
+    chosen = whole.select(indices)
+    for count in range(1, len(indices) + 1):
+        assert chosen.first(count).texts == len({numbers[index] for index in indices[:count]})
 
 
 def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():
@@ -278,7 +310,7 @@ def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is
         # The event loop will tell the client, so the future is not done yet.
 
     limits = Limits(BATCH, MANY, MANY, MANY)
-    queue = RequestQueue(limits, failing, lambda *_: None)
+    queue = RequestQueue(limits, failing, lambda _: None, lambda *_: None)
     request = PendingRequest(
         Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
     )
