@@ -32,8 +32,8 @@ from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results, SequenceNames
-from service.batching.sources import Source
+from service.batching.results import RequestResult, Results, SequenceNames, repeated
+from service.batching.sources import Source, Texts
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
 from service.observability.metrics import Metrics
@@ -151,10 +151,15 @@ class Batcher:
             timing or Timing(),
             answered=answered if maps else None,
         )
+        # A request whose token ids are wanted is tokenised.
+        if request.names is not None and request.answered is None and isinstance(source, Texts):
+            request.name = source.name(used, salt)
         request.timing.queued_at = time.perf_counter()
         with self._closing:
             if self._is_closed:
                 raise ShuttingDown("the server is ending", retry_after_seconds=1)
+            if self._answer_at_once(request):
+                return future
             self._start(self._queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
         return future
@@ -264,12 +269,34 @@ class Batcher:
 
     # On the event loop.
 
+    def _answer_at_once(self, request: PendingRequest) -> bool:
+        """Answer a request if the result of an equal one is kept. It is neither tokenised nor queued."""
+        if self._results is None or request.name is None:
+            return False
+        kept = self._results.kept(request.name)
+        if kept is None:
+            return False
+        request.timing.tokens += kept.asked_tokens
+        request.timing.computed_at = time.perf_counter()
+        self._metrics.observe_repeated("kept", kept.asked_tokens, len(kept.outcomes))
+        request.future.set_result(kept)
+        return True
+
     def _finished(self, request: PendingRequest) -> None:
         """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
         self._runner.give_up(self._queue.withdraw(request))
         future = request.future
-        if request.answered is not None and not future.cancelled() and future.exception() is None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        if request.answered is not None:
             request.answered(request.parts)
+        if self._results is not None and request.name is not None and self._is_exact(future.result()):
+            self._results.settle({request.name: repeated(future.result())})
+
+    def _is_exact(self, result: RequestResult) -> bool:
+        key_values = self._runner.engine.key_values
+        is_near = key_values is not None and key_values.approximation and result.cached_tokens
+        return not (result.hits or result.blended or is_near)
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))

@@ -130,6 +130,13 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
     )
 
 
+def repeated(result: RequestResult) -> RequestResult:
+    """Return a request's result for an equal request. It holds a copy of the outputs, as `repeatable`."""
+    return RequestResult(
+        result.outputs.copy(), result.outcomes, result.asked_tokens, 0, repeated=len(result.outcomes)
+    )
+
+
 class SequenceNames:
     """Names the sequences of one request: equal names have equal results."""
 
@@ -207,6 +214,14 @@ class Results(Generic[W]):
                 )
                 raise
         return found
+
+    def kept(self, name: bytes) -> RequestResult | None:
+        """Return a result that is kept, without waiting for one; None if there is none."""
+        with self._lock:
+            result = self._kept.get(name)
+            if result is not None:
+                self._kept.move_to_end(name)
+        return result
 
     def settle(self, results: Mapping[bytes, RequestResult]) -> list[tuple[W, RequestResult]]:
         """Keep results that were computed. Returns who waited for which result."""

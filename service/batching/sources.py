@@ -7,6 +7,7 @@ A source is made on the event loop, and makes its sequences in an engine thread,
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _PART_TEXTS = 64
 # About as many tokens make a full batch.
 _PART_TOKENS = 1024
 _CHARACTERS_PER_TOKEN = 4  # of prose, about
+# Naming more texts would take the event loop too long.
+_MAX_NAMED_CHARACTERS = 16_384
 
 
 class Tokenized(NamedTuple):
@@ -82,6 +85,21 @@ class Texts:
     def characters(self) -> int:
         """The number of characters of all texts."""
         return sum(map(characters_of, self.texts))
+
+    def name(self, prompt: Prompt, salt: bytes) -> bytes | None:
+        """Return a digest of what decides the result of the texts: equal names have equal exact results.
+
+        None if there are too many characters, or if the plans of the prompt read more than the output.
+        """
+        template, plan = prompt.template, prompt.sequence_plans[0]
+        if self.characters + template.characters > _MAX_NAMED_CHARACTERS or len(prompt.sequence_plans) > 1:
+            return None
+        if plan.continuation or plan.targets or plan.states:
+            return None
+        # The fields, because the repr of a dataclass is slow.
+        around = template.prefix, template.middle, template.suffix, prompt.cut, plan.prompt_tokens
+        named = repr((salt, *around, self.truncate, self.cut, list(self.texts)))
+        return hashlib.blake2b(named.encode(), digest_size=16).digest()
 
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int

@@ -260,9 +260,9 @@ class Metrics:
             if similarity == similarity:  # not nan: the sequence was searched
                 self._similarity.observe(similarity)
 
-    def observe_repeated(self, source: str, tokens: int) -> None:
-        """Count a sequence whose result was kept, or is being computed for another request (in_flight)."""
-        self._repeated.labels(source).inc()
+    def observe_repeated(self, source: str, tokens: int, sequences: int = 1) -> None:
+        """Count sequences whose results were kept, or are being computed for another request (in_flight)."""
+        self._repeated.labels(source).inc(sequences)
         self._of_state["repeated"].inc(tokens)
 
     def observe_changed_records(self, count: int) -> None:

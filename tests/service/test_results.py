@@ -23,7 +23,8 @@ from service.batching.batcher import Batcher
 from service.batching.request_queue import _MAX_LOOKUPS
 from service.batching.results import Lookup, RequestResult, Results, SequenceNames, joined
 from service.batching.sources import Texts
-from service.errors import InternalError
+from service.errors import InternalError, QueueFull
+from service.observability.finished import Timing
 from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +51,55 @@ async def test_text_that_was_computed_is_not_computed_again():
     assert_result_of(["bb", "ccc", "a"], second)
     assert engine.batches == [["a", "bb"], ["ccc"]]
     assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
+
+
+async def test_request_that_was_answered_is_answered_while_every_thread_is_busy_and_the_queue_is_full():
+    engine = FakeEngine()
+    async with batching(engine, queue=2) as batcher:
+        first = await submit(batcher, "a", "bb")
+        busy = await hold(engine, batcher)
+        waiting = submit(batcher, "new", "newer")
+        timing = Timing()
+        again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=10)
+        assert_result_of(["a", "bb"], again)
+        assert (again.repeated, again.asked_tokens, timing.tokens) == (
+            2,
+            first.asked_tokens,
+            first.asked_tokens,
+        )
+        assert not np.shares_memory(again.outputs, first.outputs)
+        with pytest.raises(QueueFull):  # other salts share nothing
+            submit(batcher, "a", "bb", salt=b"x")
+        engine.may_run.set()
+        await asyncio.gather(busy, waiting)
+    assert "a" not in [text for batch in engine.batches[1:] for text in batch]
+
+
+def test_names_of_requests_differ_with_all_that_decides_a_result():
+    plan, template = SequencePlan(1), Template("a", "b")
+    sources = [
+        Texts(["a", "bc"], truncate=True),
+        Texts(["ab", "c"], truncate=True),
+        Texts(["bc", "a"], truncate=True),
+        Texts([("a", "bc")], truncate=True),
+        Texts(["a", "bc"], truncate=False),
+        Texts(["a", "bc"], truncate=True, cut="left"),
+    ]
+    prompts = [
+        Prompt(template, (plan,)),
+        Prompt(Template("", "ab"), (plan,)),
+        Prompt(template, (SequencePlan(2),)),
+        Prompt(template, (plan,), cut="first"),
+    ]
+    names = {
+        source.name(prompt, salt) for source in sources for prompt in prompts for salt in (b"", b"x", b"1:x")
+    }
+    assert len(names) == len(sources) * len(prompts) * 3
+    assert None not in names
+    reading = [SequencePlan(1, (7,)), SequencePlan(1, (), (Target(0, 7),)), SequencePlan(1, states=True)]
+    unnamed = [Prompt(template, (plan, plan)), *(Prompt(template, (more,)) for more in reading)]
+    assert {sources[0].name(prompt, b"") for prompt in unnamed} == {None}
+    assert Texts(["a" * 20_000], truncate=True).name(prompts[0], b"") is None
 
 
 async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
