@@ -32,7 +32,7 @@ from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results, SequenceNames, repeated
+from service.batching.results import RequestResult, Results, SequenceNames
 from service.batching.sources import Source, Texts
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
@@ -290,13 +290,10 @@ class Batcher:
             return
         if request.answered is not None:
             request.answered(request.parts)
-        if self._results is not None and request.name is not None and self._is_exact(future.result()):
-            self._results.settle({request.name: repeated(future.result())})
-
-    def _is_exact(self, result: RequestResult) -> bool:
-        key_values = self._runner.engine.key_values
-        is_near = key_values is not None and key_values.approximation and result.cached_tokens
-        return not (result.hits or result.blended or is_near)
+        result = future.result()
+        # Kept from the second time on, because most texts do not come again. What others share is exact.
+        if self._results is not None and request.name is not None and result.repeated == len(result.outcomes):
+            self._results.settle({request.name: result})
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))

@@ -130,13 +130,6 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
     )
 
 
-def repeated(result: RequestResult) -> RequestResult:
-    """Return a request's result for an equal request. It holds a copy of the outputs, as `repeatable`."""
-    return RequestResult(
-        result.outputs.copy(), result.outcomes, result.asked_tokens, 0, repeated=len(result.outcomes)
-    )
-
-
 class SequenceNames:
     """Names the sequences of one request: equal names have equal results."""
 

@@ -53,10 +53,11 @@ async def test_text_that_was_computed_is_not_computed_again():
     assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
 
 
-async def test_request_that_was_answered_is_answered_while_every_thread_is_busy_and_the_queue_is_full():
+async def test_request_that_was_answered_twice_is_answered_while_every_thread_is_busy_and_the_queue_is_full():
     engine = FakeEngine()
     async with batching(engine, queue=2) as batcher:
         first = await submit(batcher, "a", "bb")
+        await submit(batcher, "a", "bb")  # from now on, its result is kept by its name
         busy = await hold(engine, batcher)
         waiting = submit(batcher, "new", "newer")
         timing = Timing()
