@@ -170,7 +170,7 @@ def products_of(library, kind, dtype, size, at_the_end):
 
 
 DTYPES = (torch.float32, torch.bfloat16)
-LENGTHS = [*range(1, 36), 65, 127]
+LENGTHS = [*range(1, 36), 63, 64, 65, 127, 129]
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # Heads, head width and dtype: every width, with one head or several.
 SIZES = [(*size, dtype) for size in ((1, 8), (3, 24), (1, 32), (3, 64)) for dtype in DTYPES]

@@ -280,8 +280,8 @@ def test_no_request_fails_and_every_vector_is_as_one_server_computes_it(cluster,
     )
     assert load.errors == {}
     assert load.appended > TALKING
-    if TIMES > 1:  # on a busy machine, a question to the store may take longer than a server waits
-        assert event is kill_store or load.refused * 100 < load.appended
+    # On a busy machine, a question to the store may take longer than a server waits.
+    assert event is kill_store or load.refused * 100 < load.appended
     if event is not kill_entrance:
         assert load.moves <= sum(door.cut_answers() for door in cluster.doors) - cut_before
     for server in cluster.running.values():
