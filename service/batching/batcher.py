@@ -153,7 +153,7 @@ class Batcher:
         )
         # A request whose token ids are wanted is tokenised.
         if request.names is not None and request.answered is None and isinstance(source, Texts):
-            request.name = source.name(used, salt)
+            request.digest = source.digest(used, salt)
         request.timing.queued_at = time.perf_counter()
         with self._closing:
             if self._is_closed:
@@ -271,9 +271,9 @@ class Batcher:
 
     def _answer_at_once(self, request: PendingRequest) -> bool:
         """Answer a request if the result of an equal one is kept. It is neither tokenised nor queued."""
-        if self._results is None or request.name is None:
+        if self._results is None or request.digest is None:
             return False
-        kept = self._results.kept(request.name)
+        kept = self._results.kept(request.digest)
         if kept is None:
             return False
         request.timing.tokens += kept.asked_tokens
@@ -292,8 +292,12 @@ class Batcher:
             request.answered(request.parts)
         result = future.result()
         # Kept from the second time on, because most texts do not come again. What others share is exact.
-        if self._results is not None and request.name is not None and result.repeated == len(result.outcomes):
-            self._results.settle({request.name: result})
+        if (
+            self._results is not None
+            and request.digest is not None
+            and result.repeated == len(result.outcomes)
+        ):
+            self._results.settle({request.digest: result})
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))

@@ -158,7 +158,7 @@ class PendingRequest:
     # Gets `parts` once the request is answered; None: they are not kept.
     answered: Callable[[Sequence[PrefillPart]], None] | None = None
     parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
-    name: bytes | None = None  # of the whole result, for equal requests; None: it is not kept for them
+    digest: bytes | None = None  # names the result for equal requests; None: it is not kept for them
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded

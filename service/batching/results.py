@@ -211,10 +211,7 @@ class Results(Generic[W]):
     def kept(self, name: bytes) -> RequestResult | None:
         """Return a result that is kept, without waiting for one; None if there is none."""
         with self._lock:
-            result = self._kept.get(name)
-            if result is not None:
-                self._kept.move_to_end(name)
-        return result
+            return self._get(name)
 
     def settle(self, results: Mapping[bytes, RequestResult]) -> list[tuple[W, RequestResult]]:
         """Keep results that were computed. Returns who waited for which result."""
@@ -244,15 +241,20 @@ class Results(Generic[W]):
     # The caller must hold the lock.
 
     def _find(self, name: bytes, waiter: Callable[[int], W], index: int) -> RequestResult | Lookup:
-        kept = self._kept.get(name)
+        kept = self._get(name)
         if kept is not None:
-            self._kept.move_to_end(name)
             return kept
         if name in self._computing:
             self._waiters.setdefault(name, []).append(waiter(index))
             return Lookup.WAITS
         self._computing.add(name)
         return Lookup.UNKNOWN
+
+    def _get(self, name: bytes) -> RequestResult | None:
+        kept = self._kept.get(name)
+        if kept is not None:
+            self._kept.move_to_end(name)
+        return kept
 
     def _keep(self, name: bytes, result: RequestResult) -> None:
         if name in self._kept or result.bytes > self._max_bytes:

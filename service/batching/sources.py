@@ -29,8 +29,8 @@ _PART_TEXTS = 64
 # About as many tokens make a full batch.
 _PART_TOKENS = 1024
 _CHARACTERS_PER_TOKEN = 4  # of prose, about
-# Naming more texts would take the event loop too long.
-_MAX_NAMED_CHARACTERS = 16_384
+# A digest of more texts would take the event loop too long.
+_MAX_DIGEST_CHARACTERS = 16_384
 
 
 class Tokenized(NamedTuple):
@@ -86,13 +86,13 @@ class Texts:
         """The number of characters of all texts."""
         return sum(map(characters_of, self.texts))
 
-    def name(self, prompt: Prompt, salt: bytes) -> bytes | None:
-        """Return a digest of what decides the result of the texts: equal names have equal exact results.
+    def digest(self, prompt: Prompt, salt: bytes) -> bytes | None:
+        """Return a digest of what decides the result of the texts: equal digests have equal exact results.
 
         None if there are too many characters, or if the plans of the prompt read more than the output.
         """
         template, plan = prompt.template, prompt.sequence_plans[0]
-        if self.characters + template.characters > _MAX_NAMED_CHARACTERS or len(prompt.sequence_plans) > 1:
+        if self.characters + template.characters > _MAX_DIGEST_CHARACTERS or len(prompt.sequence_plans) > 1:
             return None
         if plan.continuation or plan.targets or plan.states:
             return None

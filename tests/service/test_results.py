@@ -57,7 +57,7 @@ async def test_request_that_was_answered_twice_is_answered_while_every_thread_is
     engine = FakeEngine()
     async with batching(engine, queue=2) as batcher:
         first = await submit(batcher, "a", "bb")
-        await submit(batcher, "a", "bb")  # from now on, its result is kept by its name
+        await submit(batcher, "a", "bb")  # from now on, its result is kept by its digest
         busy = await hold(engine, batcher)
         waiting = submit(batcher, "new", "newer")
         timing = Timing()
@@ -76,7 +76,7 @@ async def test_request_that_was_answered_twice_is_answered_while_every_thread_is
     assert "a" not in [text for batch in engine.batches[1:] for text in batch]
 
 
-def test_names_of_requests_differ_with_all_that_decides_a_result():
+def test_digests_of_requests_differ_with_all_that_decides_a_result():
     plan, template = SequencePlan(1), Template("a", "b")
     sources = [
         Texts(["a", "bc"], truncate=True),
@@ -93,14 +93,17 @@ def test_names_of_requests_differ_with_all_that_decides_a_result():
         Prompt(template, (plan,), cut="first"),
     ]
     names = {
-        source.name(prompt, salt) for source in sources for prompt in prompts for salt in (b"", b"x", b"1:x")
+        source.digest(prompt, salt)
+        for source in sources
+        for prompt in prompts
+        for salt in (b"", b"x", b"1:x")
     }
     assert len(names) == len(sources) * len(prompts) * 3
     assert None not in names
     reading = [SequencePlan(1, (7,)), SequencePlan(1, (), (Target(0, 7),)), SequencePlan(1, states=True)]
     unnamed = [Prompt(template, (plan, plan)), *(Prompt(template, (more,)) for more in reading)]
-    assert {sources[0].name(prompt, b"") for prompt in unnamed} == {None}
-    assert Texts(["a" * 20_000], truncate=True).name(prompts[0], b"") is None
+    assert {sources[0].digest(prompt, b"") for prompt in unnamed} == {None}
+    assert Texts(["a" * 20_000], truncate=True).digest(prompts[0], b"") is None
 
 
 async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
