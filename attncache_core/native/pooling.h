@@ -14,6 +14,7 @@ typedef enum {
 } pooling_mode;
 
 #define MAX_POOLING_MODES 6
+#define ROWS_OF_NORM 4
 
 typedef struct {
     norm last;                    // of each token, before pooling
@@ -23,41 +24,53 @@ typedef struct {
     int32_t modes, mode[MAX_POOLING_MODES];
 } pooling;
 
-// See norm_row. whole: whether the width is a whole number of vectors.
-INLINE void norm_row_as(const norm by, const char *from, char *to, int width, const number_type type,
-                        const int whole) {
-    const size_t bytes = number_bytes(type);
-    floats sum = every(0), squares = every(0);
-    float mean = 0;
+// See norm_rows. rows: how many neighbouring rows are computed side by side, which hides that each sum waits for the
+// one before. whole: whether the width is a whole number of vectors.
+INLINE void norm_rows_as(const norm by, const char *from, char *to, const int rows, int width,
+                         const number_type type, const int whole) {
+    const size_t bytes = number_bytes(type), row_bytes = (size_t)width * bytes;
+    floats sum[ROWS_OF_NORM], squares[ROWS_OF_NORM];
+    float mean[ROWS_OF_NORM], factor[ROWS_OF_NORM];
+    UNROLLED for (int r = 0; r < rows; r++) sum[r] = squares[r] = every(0), mean[r] = 0;
     if (by.kind == LAYER_NORM) {
-        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, whole ? LANES : width - i);
-        mean = sum_of_lanes(sum) / (float)width;
+        for (int i = 0; i < width; i += LANES)
+            UNROLLED for (int r = 0; r < rows; r++)
+                sum[r] += load_some(from + r * row_bytes + i * bytes, type, whole ? LANES : width - i);
+        UNROLLED for (int r = 0; r < rows; r++) mean[r] = sum_of_lanes(sum[r]) / (float)width;
     }
-    for (int i = 0; i < width; i += LANES) {
-        floats part = load_some(from + i * bytes, type, whole ? LANES : width - i) - mean;
-        if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
-        squares += part * part;
-    }
-    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by.epsilon);
+    for (int i = 0; i < width; i += LANES)
+        UNROLLED for (int r = 0; r < rows; r++) {
+            floats part = load_some(from + r * row_bytes + i * bytes, type, whole ? LANES : width - i) - mean[r];
+            if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
+            squares[r] += part * part;
+        }
+    UNROLLED for (int r = 0; r < rows; r++)
+        factor[r] = 1.0f / __builtin_sqrtf(sum_of_lanes(squares[r]) / (float)width + by.epsilon);
     for (int i = 0; i < width; i += LANES) {
         const int left = whole ? LANES : width - i;
-        floats part = (load_some(from + i * bytes, type, left) - mean) * factor;
-        part *= load_some((const char *)(by.weight + i), FLOAT32, left);
-        if (by.bias) part += load_some((const char *)(by.bias + i), FLOAT32, left);
-        store_some(to + i * bytes, type, part, left);
+        const floats weight = load_some((const char *)(by.weight + i), FLOAT32, left);
+        const floats bias = by.bias ? load_some((const char *)(by.bias + i), FLOAT32, left) : every(0);
+        UNROLLED for (int r = 0; r < rows; r++) {
+            const size_t at = r * row_bytes + i * bytes;
+            const floats part = (load_some(from + at, type, left) - mean[r]) * factor[r];
+            store_some(to + at, type, part * weight + bias, left);
+        }
     }
 }
 
 // Write the norm of a row of `type` to a row of the same type; `to` may be `from`. The usual case is compiled
 // by itself.
 static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
-    if (type == FLOAT32 && width % LANES == 0) norm_row_as(*by, from, to, width, FLOAT32, 1);
-    else norm_row_as(*by, from, to, width, type, 0);
+    if (type == FLOAT32 && width % LANES == 0) norm_rows_as(*by, from, to, 1, width, FLOAT32, 1);
+    else norm_rows_as(*by, from, to, 1, width, type, 0);
 }
 
 static void norm_rows(const norm *by, const float *from, float *to, int rows, int width) {
-    for (int r = 0; r < rows; r++)
-        norm_row(by, (const char *)(from + (size_t)r * width), (char *)(to + (size_t)r * width), width, FLOAT32);
+    const size_t step = (size_t)width * ROWS_OF_NORM;
+    if (width % LANES == 0)
+        for (; rows >= ROWS_OF_NORM; rows -= ROWS_OF_NORM, from += step, to += step)
+            norm_rows_as(*by, (const char *)from, (char *)to, ROWS_OF_NORM, width, FLOAT32, 1);
+    for (; rows > 0; rows--, from += width, to += width) norm_row(by, (const char *)from, (char *)to, width, FLOAT32);
 }
 
 void run_norm(const norm *by, const float *from, float *to, int64_t rows, int64_t width) {

@@ -88,52 +88,71 @@ INLINE words clamped(words x, int32_t least, int32_t most) {
     return ((x > high) & high) | (~(x > high) & x);
 }
 
+#define ROWS_ROUNDED 4
+
 // Part of a row of `type`, times its factors, if there are any.
 INLINE floats smoothed(const char *x, number_type type, const float *smoothing, int at, int left) {
     const floats part = load_some(x + (size_t)at * number_bytes(type), type, left);
     return smoothing ? part * load_some((const char *)(smoothing + at), FLOAT32, left) : part;
 }
 
-// See round_to_levels. whole: whether the width is a whole number of vectors.
-INLINE void round_row(const char *x, const number_type type, int width, const float *smoothing, level_type *levels,
-                      float *scale_of_row, int32_t *zero_of_row, const int whole) {
-    floats least = every(0), most = every(0), check = every(0);
-    for (int i = 0; i < width; i += LANES) {
-        const floats part = smoothed(x, type, smoothing, i, whole ? LANES : width - i);
-        check += part - part;
-        least = either(part < least, part, least);
-        most = larger(part, most);
+// See round_to_levels. rows: how many rows are rounded side by side. whole: whether the width is a whole number of
+// vectors.
+INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, const int rows, int width,
+                       const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros,
+                       const int whole) {
+    // Numbers are compared by their bits: as signed integers, positive numbers keep their order; as unsigned integers,
+    // the largest are the negative numbers, those of the largest size first. NaN and infinity are beyond all others.
+    words most[ROWS_ROUNDED];
+    unsigned_words least[ROWS_ROUNDED];
+    UNROLLED for (int r = 0; r < rows; r++) most[r] = (words){0}, least[r] = (unsigned_words){0};
+    for (int i = 0; i < width; i += LANES)
+        UNROLLED for (int r = 0; r < rows; r++) {
+            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
+            most[r] = larger_word(most[r], (words)part);
+            least[r] = larger_unsigned(least[r], (unsigned_words)part);
+        }
+    floats steps[ROWS_ROUNDED];
+    words to_zero[ROWS_ROUNDED];
+    UNROLLED for (int r = 0; r < rows; r++) {
+        FOLD(most[r], larger_word)
+        FOLD(least[r], larger_unsigned)
+        const int finite = most[r][0] < 0x7f800000 && least[r][0] < 0xff800000;
+        const float high = ((floats)most[r])[0], low = least[r][0] >> 31 ? ((floats)least[r])[0] : 0.0f;
+        float scale = (high - low) / 255.0f;
+        if (!(scale >= 1e-30f)) scale = 1e-30f;
+        steps[r] = every(1.0f / scale);
+        zeros[r] = finite ? (int32_t)__builtin_rintf(-low * steps[r][0]) : 0;
+        to_zero[r] = (words){0} + (zeros[r] - 0x4b400000);
+        scales[r] = finite ? scale : __builtin_nanf("");
     }
-    const float low = -largest_lane(-least), high = largest_lane(most);
-    float scale = (high - low) / 255.0f;
-    if (!(scale >= 1e-30f)) scale = 1e-30f;
-    const float steps = 1.0f / scale;
-    const int finite = sum_of_lanes(check) == 0.0f;
-    const int32_t zero = finite ? (int32_t)__builtin_rintf(-low * steps) : 0;
-    *zero_of_row = zero;
-    *scale_of_row = finite ? scale : __builtin_nanf("");
     // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
     const float magic = 12582912.0f;
-    for (int i = 0; i < width; i += LANES) {
-        const floats part = smoothed(x, type, smoothing, i, whole ? LANES : width - i);
-        const words level = clamped((words)(part * steps + magic) - 0x4b400000 + zero, 0, 255);
+    for (int i = 0; i < width; i += LANES)
+        UNROLLED for (int r = 0; r < rows; r++) {
+            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
+            const words level = clamped((words)(part * steps[r] + magic) + to_zero[r], 0, 255);
+            level_type *to = (level_type *)(levels + r * level_bytes) + i;
 #ifdef __AVX512VNNI__
-        *(bytes_unaligned *)(levels + i) = __builtin_convertvector(level, bytes);
+            *(bytes_unaligned *)to = __builtin_convertvector(level, bytes);
 #else
-        *(int16s_unaligned *)(levels + i) = __builtin_convertvector(level, int16s);
+            *(int16s_unaligned *)to = __builtin_convertvector(level, int16s);
 #endif
-    }
+        }
 }
 
-// Round a row to levels between its least and its largest number, of which one is 0 or below and the other 0
+// Round rows to levels between their least and their largest number, of which one is 0 or below and the other 0
 // or above. The scale of a row with NaN or infinity is NaN. The usual cases are compiled one by one.
-static void round_to_levels(const char *x, number_type type, int width, const float *smoothing,
-                            level_type *levels, float *scale, int32_t *zero) {
-    if (width % LANES) round_row(x, type, width, smoothing, levels, scale, zero, 0);
-    else if (type == BFLOAT16) round_row(x, BFLOAT16, width, smoothing, levels, scale, zero, 1);
-    else if (type != FLOAT32) round_row(x, type, width, smoothing, levels, scale, zero, 1);
-    else if (smoothing) round_row(x, FLOAT32, width, smoothing, levels, scale, zero, 1);
-    else round_row(x, FLOAT32, width, 0, levels, scale, zero, 1);
+INLINE void round_to_levels(const char *x, size_t x_bytes, number_type type, const int rows, int width,
+                            const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros) {
+#define ROUND(type, smoothing, whole) \
+    round_rows(x, x_bytes, type, rows, width, smoothing, levels, level_bytes, scales, zeros, whole)
+    if (width % LANES || type == FLOAT16) ROUND(type, smoothing, 0);
+    else if (type == BFLOAT16 && smoothing) ROUND(BFLOAT16, smoothing, 1);
+    else if (type == BFLOAT16) ROUND(BFLOAT16, 0, 1);
+    else if (smoothing) ROUND(FLOAT32, smoothing, 1);
+    else ROUND(FLOAT32, 0, 1);
+#undef ROUND
 }
 
 // Bring rows x [rows, inputs] of `type` into the form that `m` is multiplied with. The result is in `space`
@@ -145,12 +164,18 @@ static operand prepared(const matrix *m, const char *x, number_type type, size_t
         return (operand){x, x_row * bytes, 0, 0};
     float *scales = (float *)(space + (size_t)rows * row_bytes);
     int32_t *zeros = (int32_t *)(scales + rows);
+    if (m->kind == LEVELS) {
+        int r = 0;
+        for (; rows - r >= ROWS_ROUNDED; r += ROWS_ROUNDED)
+            round_to_levels(x + (size_t)r * x_row * bytes, x_row * bytes, type, ROWS_ROUNDED, m->inputs, m->smoothing,
+                            space + (size_t)r * row_bytes, row_bytes, scales + r, zeros + r);
+        for (; r < rows; r++)
+            round_to_levels(x + (size_t)r * x_row * bytes, 0, type, 1, m->inputs, m->smoothing,
+                            space + (size_t)r * row_bytes, 0, scales + r, zeros + r);
+        return (operand){space, row_bytes, scales, zeros};
+    }
     for (int r = 0; r < rows; r++, x += x_row * bytes) {
         char *to = space + (size_t)r * row_bytes;
-        if (m->kind == LEVELS) {
-            round_to_levels(x, type, m->inputs, m->smoothing, (level_type *)to, scales + r, zeros + r);
-            continue;
-        }
         for (int i = 0; i < m->inputs; i += LANES) {
             const floats part = load_some(x + i * bytes, type, m->inputs - i);
             if (m->kind == WHOLE) *(floats *)(to + 4 * i) = part;
@@ -203,42 +228,102 @@ typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #endif
 #endif
 
+// The sums of a tile, which are not finished yet: rows of one panel of `weights`.
+typedef struct {
+    const float *sums;        // [rows][PANEL]
+    const matrix *weights;
+    const finish *end;
+    operand x;
+    int first_row, rows, first;  // first: the first output of the panel
+} unfinished;
+
+#define PARTS (PANEL / LANES)
+#define EACH_PART UNROLLED for (int v = 0; v < PARTS; v++)
+static const floats no_bias[PARTS];
+#define ACTIVATE(activation) \
+    case activation: EACH_PART sum[v] = activated(sum[v], activation); break;
+
+// Apply the scales, the bias and the rest of `end` to a row of the sums of a tile. whole: whether the panel has PANEL
+// outputs.
+INLINE void finish_tile_row(const unfinished *tile, int row, const matrix_kind kind, const int whole) {
+    const matrix *m = tile->weights;
+    const finish *end = tile->end;
+    const int first = tile->first, count = whole ? PANEL : m->outputs - first;
+    floats sum[PARTS];
+    EACH_PART sum[v] = ((const floats *)(tile->sums + row * PANEL))[v];
+    row += tile->first_row;
+    const floats *bias = m->bias ? (const floats *)(m->bias + first) : no_bias;
+    if (kind == LEVELS) {
+        const int32_t zero = tile->x.zeros[row];
+        const float scale = tile->x.scales[row];
+        const words *sums = (const words *)(m->sums + first);
+        const floats *scales = (const floats *)(m->scales + first);
+        EACH_PART {
+            const words levels = (words)sum[v] - sums[v] * zero;
+            sum[v] = __builtin_convertvector(levels, floats) * (scales[v] * scale) + bias[v];
+        }
+    } else {
+        EACH_PART sum[v] += bias[v];
+    }
+    switch (end->activation) {
+        ACTIVATE(GELU) ACTIVATE(GELU_TANH) ACTIVATE(RELU) ACTIVATE(SILU) ACTIVATE(ROUNDED_GELU)
+        case NO_ACTIVATION: break;
+    }
+    const number_type type = end->type;
+    const size_t bytes = number_bytes(type);
+    char *out = end->out + ((size_t)row * end->out_row + (size_t)first) * bytes;
+    const size_t residual_at = (size_t)row * end->residual_row + (size_t)first;
+    EACH_PART {
+        const int left = whole ? LANES : count - v * LANES;
+        if (left <= 0) break;
+        if (end->multiply) sum[v] *= load_some(out + v * LANES * bytes, type, left);
+        if (end->residual) sum[v] += load_some((const char *)(end->residual + residual_at + v * LANES), FLOAT32, left);
+        store_some(out + v * LANES * bytes, type, sum[v], left);
+    }
+}
+
 // sums[rows][PANEL] = rows of x @ one panel; `rows` and `kind` are constants. A step of x has four bytes, and
 // so has a step of a weight in registers; only the loads of 8-bit weights differ. next: memory to load into the
-// cache meanwhile, `next_bytes` at each step.
+// cache meanwhile, `next_bytes` at each step. before: a tile of a whole panel that is finished meanwhile, row by row,
+// because the processor finishes a row while it still multiplies the steps before.
 INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
-                 size_t next_bytes, const int rows, const matrix_kind kind) {
+                 size_t next_bytes, const unfinished *before, const int rows, const matrix_kind kind) {
     const size_t step_bytes = kind == LEVELS ? (size_t)PANEL * LEVELS_OF_STEP : (size_t)PANEL * 4;
     vector sum[TILE][VECTORS];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
-    for (int step = 0; step < steps; step++, panel += step_bytes, x += 4, next += next_bytes) {
-        __builtin_prefetch(next, 0, 2);
-        __builtin_prefetch(next + 64, 0, 2);
-        vector weight[VECTORS];
-        UNROLLED for (int v = 0; v < VECTORS; v++) {
-            if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
-            else LOAD_VECTOR(weight[v], panel + (size_t)v * step_bytes / VECTORS);
-        }
-        UNROLLED for (int r = 0; r < rows; r++) {
-            vector left;
-            BROADCAST(left, x + (size_t)r * x_bytes);
+    const int stride = steps / (before->rows + 1);
+    for (int step = 0, row = 0; step < steps || row < before->rows;) {
+        const int stop = row < before->rows ? smaller(step + stride, steps) : steps;
+        for (; step < stop; step++, panel += step_bytes, x += 4, next += next_bytes) {
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next + 64, 0, 2);
+            vector weight[VECTORS];
             UNROLLED for (int v = 0; v < VECTORS; v++) {
-                if (kind == LEVELS) MULTIPLY_LEVELS(sum[r][v], left, weight[v]);
-                else if (kind == WHOLE) MULTIPLY_ADD(sum[r][v], left, weight[v]);
-                else MULTIPLY_PAIRS(sum[r][v], left, weight[v]);
+                if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
+                else LOAD_VECTOR(weight[v], panel + (size_t)v * step_bytes / VECTORS);
+            }
+            UNROLLED for (int r = 0; r < rows; r++) {
+                vector left;
+                BROADCAST(left, x + (size_t)r * x_bytes);
+                UNROLLED for (int v = 0; v < VECTORS; v++) {
+                    if (kind == LEVELS) MULTIPLY_LEVELS(sum[r][v], left, weight[v]);
+                    else if (kind == WHOLE) MULTIPLY_ADD(sum[r][v], left, weight[v]);
+                    else MULTIPLY_PAIRS(sum[r][v], left, weight[v]);
+                }
             }
         }
+        if (row < before->rows) finish_tile_row(before, row++, kind, 1);
     }
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int v = 0; v < VECTORS; v++) ((vector *)sums)[r * VECTORS + v] = sum[r][v];
 }
 
 #define TILE_CASE(count) \
-    case count: tile(x, x_bytes, panel, steps, sums, next, next_bytes, count, kind); break;
+    case count: tile(x, x_bytes, panel, steps, sums, next, next_bytes, before, count, kind); break;
 
 INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
-                    size_t next_bytes, int rows, const matrix_kind kind) {
+                    size_t next_bytes, const unfinished *before, int rows, const matrix_kind kind) {
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
 #if TILE == 8
@@ -247,67 +332,29 @@ INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps,
     }
 }
 
-// See finish_tile. whole: whether the panel has PANEL outputs. m and end are copies, which the compiler keeps in
-// registers while it writes to memory.
-INLINE void finish_panel(const matrix m, operand x, int first_row, int rows, int first, const float *sums,
-                         const finish end, const matrix_kind kind, const activation_type activation,
-                         const int whole) {
-    const int count = whole ? PANEL : m.outputs - first;
-    const size_t bytes = number_bytes(end.type);
-    for (int r = 0; r < rows; r++, sums += PANEL) {
-        const size_t row = (size_t)(first_row + r);
-        const int32_t zero = kind == LEVELS ? x.zeros[row] : 0;
-        const float scale = kind == LEVELS ? x.scales[row] : 1;
-        char *out = end.out + (row * end.out_row + (size_t)first) * bytes;
-        const float *residual = end.residual ? end.residual + row * end.residual_row + first : 0;
-        UNROLLED for (int at = 0; at < PANEL; at += LANES) {
-            const int left = whole ? LANES : count - at;
-            if (left <= 0) break;
-            floats sum = *(const floats *)(sums + at);
-            if (kind == LEVELS) {
-                const words levels = (words)sum - *(const words *)(m.sums + first + at) * zero;
-                sum = __builtin_convertvector(levels, floats) * (*(const floats *)(m.scales + first + at) * scale);
-            }
-            if (m.bias) sum += *(const floats *)(m.bias + first + at);
-            sum = activated(sum, activation);
-            if (end.multiply) sum *= load_some(out + at * bytes, end.type, left);
-            if (residual) sum += load_some((const char *)(residual + at), FLOAT32, left);
-            store_some(out + at * bytes, end.type, sum, left);
-        }
-    }
-}
-
-// Apply the scales, the bias and the rest of `end` to the sums of some rows of one panel.
-INLINE void finish_tile(const matrix *m, operand x, int first_row, int rows, int panel, const float *sums,
-                        const finish *end, const matrix_kind kind, const activation_type activation) {
-    const int first = panel * PANEL;
-    if (m->outputs - first >= PANEL) finish_panel(*m, x, first_row, rows, first, sums, *end, kind, activation, 1);
-    else finish_panel(*m, x, first_row, rows, first, sums, *end, kind, activation, 0);
-}
-
 INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int to, const finish *end,
                             const matrix_kind kind) {
     const int steps = steps_of(m), tiles = (rows + TILE - 1) / TILE;
     const size_t panel_bytes = (size_t)steps * (kind == LEVELS ? PANEL * LEVELS_OF_STEP : PANEL * 4);
     // The tiles of a panel together load the next panel.
     const size_t next_bytes = (panel_bytes / (size_t)steps + (size_t)tiles - 1) / (size_t)tiles;
-    float sums[TILE * PANEL] __attribute__((aligned(64)));
+    float sums[2][TILE * PANEL] __attribute__((aligned(64)));
+    unfinished before = {.rows = 0};
     for (int panel = from; panel < to; panel++)
         for (int t = 0; t < tiles; t++) {
             // Tiles of nearly equal numbers of rows keep the multipliers busier than full tiles and a rest.
             const int first = (int)((int64_t)rows * t / tiles), count = (int)((int64_t)rows * (t + 1) / tiles) - first;
             const char *weights = m->weights + (size_t)panel * panel_bytes;
-            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, weights, steps, sums,
-                    weights + panel_bytes + (size_t)t * steps * next_bytes, next_bytes, count, kind);
-            switch (end->activation) {
-                case GELU: finish_tile(m, x, first, count, panel, sums, end, kind, GELU); break;
-                case GELU_TANH: finish_tile(m, x, first, count, panel, sums, end, kind, GELU_TANH); break;
-                case RELU: finish_tile(m, x, first, count, panel, sums, end, kind, RELU); break;
-                case SILU: finish_tile(m, x, first, count, panel, sums, end, kind, SILU); break;
-                case ROUNDED_GELU: finish_tile(m, x, first, count, panel, sums, end, kind, ROUNDED_GELU); break;
-                case NO_ACTIVATION: finish_tile(m, x, first, count, panel, sums, end, kind, NO_ACTIVATION); break;
-            }
+            float *const now = before.sums == sums[0] ? sums[1] : sums[0];
+            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, weights, steps, now,
+                    weights + panel_bytes + (size_t)t * steps * next_bytes, next_bytes, &before, count, kind);
+            before = (unfinished){now, m, end, x, first, count, panel * PANEL};
+            if (m->outputs - before.first >= PANEL) continue;
+            // The last panel, if it is not whole, is finished at once.
+            for (int row = 0; row < count; row++) finish_tile_row(&before, row, kind, 0);
+            before.rows = 0;
         }
+    for (int row = 0; row < before.rows; row++) finish_tile_row(&before, row, kind, 1);
 }
 
 INLINE int panels_of(const matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }

@@ -97,7 +97,8 @@ static void project_sequences(const matrix *layer, const float *tokens, size_t s
     float sums[TILE * PANEL] __attribute__((aligned(64)));
     for (int panel = 0; panel < panels_of(layer); panel++) {
         const char *weights = layer->weights + (size_t)panel * (size_t)layer->inputs * PANEL * 4;
-        tile_of((const char *)tokens, sequence * 4, weights, (int)sequence, sums, weights, 0, rows, WHOLE);
+        tile_of((const char *)tokens, sequence * 4, weights, (int)sequence, sums, weights, 0,
+                &(unfinished){.rows = 0}, rows, WHOLE);
         const int count = smaller(PANEL, dimensions - panel * PANEL);
         for (int r = 0; r < rows; r++)
             memcpy(features + (size_t)r * (size_t)dimensions + panel * PANEL, sums + r * PANEL, (size_t)count * 4);

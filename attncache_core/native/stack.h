@@ -461,6 +461,9 @@ static void embed_rows(const stack_job *job, int64_t first, int rows, float *to)
     for (int64_t r = first; r < first + rows; r++, to += width) {
         const char *word = by->words + (size_t)(job->ids[r] * width) * bytes;
         const char *added = by->added ? by->added + (size_t)(job->places[r] * width) * bytes : 0;
+        // The rows of a table are far apart, so each waits for memory unless it is asked for before.
+        const char *next = by->words + (size_t)(job->ids[r + 1 < first + rows ? r + 1 : r] * width) * bytes;
+        for (size_t at = 0; at < (size_t)width * bytes; at += 64) __builtin_prefetch(next + at);
         for (int i = 0; i < width; i += LANES) {
             floats part = load_some(word + i * bytes, type, width - i) * by->scale;
             if (added) part += load_some(added + i * bytes, type, width - i);
@@ -487,11 +490,7 @@ static void project_rows(const block *b, const stack_layer *layer, int first, in
 }
 
 // Rows that pass together through the products of a layer, so that what they become stays in the cache.
-#ifdef __AVX512F__
-static const int rows_together = 64;
-#else
-static const int rows_together = 96;
-#endif
+static const int rows_together = 128;
 
 // Bytes of the projections and contexts of a number of rows.
 static size_t block_space(const block *b, int rows) {

@@ -14,6 +14,7 @@
 typedef float floats __attribute__((vector_size(64)));
 typedef float floats_unaligned __attribute__((vector_size(64), aligned(4)));
 typedef int32_t words __attribute__((vector_size(64)));
+typedef uint32_t unsigned_words __attribute__((vector_size(64)));
 typedef int32_t words_unaligned __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 typedef uint16_t halves_unaligned __attribute__((vector_size(32), aligned(2)));
@@ -32,6 +33,12 @@ INLINE floats either(words condition, floats a, floats b) {
 }
 
 INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
+
+INLINE words larger_word(words a, words b) { return (words)either(a > b, (floats)a, (floats)b); }
+
+INLINE unsigned_words larger_unsigned(unsigned_words a, unsigned_words b) {
+    return (unsigned_words)either((words)(a > b), (floats)a, (floats)b);
+}
 
 // Per lane, the larger of two non-negative numbers. Their bits have the same order, and NaN is the largest.
 INLINE floats larger_size(floats a, floats b) { return either((words)a > (words)b, a, b); }
