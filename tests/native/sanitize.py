@@ -49,7 +49,8 @@ def copy_package() -> None:
     shutil.rmtree(COPY, ignore_errors=True)
     for name in ("attncache_core", "service", "tests"):
         shutil.copytree(ROOT / name, COPY / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", COPY)
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, COPY)
 
 
 def compile_libraries() -> None:
