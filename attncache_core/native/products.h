@@ -8,7 +8,9 @@
 //
 // Weights are packed [panels][steps][PANEL outputs][numbers of a step]. A tile is up to TILE rows of one panel,
 // whose sums stay in registers for all steps. Every sum adds its steps in the same order, whatever the number
-// of rows, so a row of a batch equals the row alone.
+// of rows, so a row of a batch equals the row alone. The rows of a tile are finished (scales, bias, activation,
+// residual) between the steps of the next tile, one row at a time: the processor overlaps both. Finishing single
+// vectors, or two rows, between steps is slower, and so is finishing tiles by themselves.
 #pragma once
 
 #ifdef __AVX512F__
