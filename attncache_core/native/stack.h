@@ -490,7 +490,11 @@ static void project_rows(const block *b, const stack_layer *layer, int first, in
 }
 
 // Rows that pass together through the products of a layer, so that what they become stays in the cache.
-static const int rows_together = 128;
+#ifdef __AVX512F__
+static const int rows_together = 64;
+#else
+static const int rows_together = 96;
+#endif
 
 // Bytes of the projections and contexts of a number of rows.
 static size_t block_space(const block *b, int rows) {
