@@ -18,6 +18,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,6 +41,8 @@ from service.observability.metrics import Metrics
 from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
+
+_Turn = Callable[[], object]
 
 
 class Batcher:
@@ -306,11 +309,15 @@ class Batcher:
 class EngineThreads:
     """Threads that run turns, one after the other.
 
-    ThreadPoolExecutor makes a future of each turn: a tenth of what a request costs the event loop.
+    ThreadPoolExecutor makes a future of each turn: a tenth of what a request costs the event loop. Threads do
+    not wait at one queue, because a thread that gets something from a queue wakes the next one for nothing,
+    and both then compete for the interpreter lock.
     """
 
     def __init__(self, count: int) -> None:
-        self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._turns: deque[_Turn | None] = deque()  # for which no thread was free; None ends a thread
+        self._free: list[SimpleQueue[_Turn | None]] = []  # of each free thread, where it waits for a turn
         self._threads: list[threading.Thread] = []
         self.grow(count)
 
@@ -322,21 +329,34 @@ class EngineThreads:
             )
             self._threads[-1].start()
 
-    def start(self, turn: Callable[[], object]) -> None:
+    def start(self, turn: _Turn | None) -> None:
         """Let a free thread run a turn. After `close` has begun, the turn may not be run."""
-        self._turns.put(turn)
+        with self._lock:
+            if not self._free:
+                self._turns.append(turn)
+                return
+            free = self._free.pop()  # the last one, whose data are in the processor's cache
+        free.put(turn)
 
     def close(self) -> None:
         """Run the turns that were started, and end the threads. Blocks."""
         for _ in self._threads:
-            self._turns.put(None)
+            self.start(None)
         for thread in self._threads:
             thread.join()
 
     def _run_turns(self) -> None:
-        while (turn := self._turns.get()) is not None:
+        waiting: SimpleQueue[_Turn | None] = SimpleQueue()
+        while True:
+            with self._lock:
+                if self._turns:
+                    waiting.put(self._turns.popleft())
+                else:
+                    self._free.append(waiting)
+            turn = waiting.get()
+            if turn is None:
+                return
             try:
                 turn()
             except BaseException as error:
                 log_failure(logger, "a turn of an engine thread failed", error)
-            del turn  # while the thread waits, it must not keep an engine in memory

@@ -24,7 +24,7 @@ from verifying import AnyText, requests_of, verify_all
 
 from attncache_core import NotFinite
 from service.batching.admission import Limits
-from service.batching.batcher import Batcher
+from service.batching.batcher import Batcher, EngineThreads
 from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import InternalError
@@ -294,6 +294,28 @@ FAULTY = ("service/batching/", "service/upkeep/verif", "service/observability/me
 # The loop of a thread and the first call of a turn, which catch what the others raise, the last one of an
 # idle turn, and the way of an answer to the event loop.
 FAULTLESS = {"_run_turns", "_run_until_empty", "end_idle_work", "_resolve", "reject"}
+
+
+def test_turns_that_follow_each_other_run_in_one_thread_and_close_runs_what_was_started():
+    threads, ran, may_end = EngineThreads(2), [], threading.Event()
+
+    def all_free():
+        while len(threads._free) < 2:
+            time.sleep(0.0005)
+
+    for _ in range(5):
+        all_free()
+        threads.start(lambda: ran.append(threading.current_thread()))
+    all_free()
+    assert len(ran) == 5
+    assert len(set(ran)) == 1
+    for _ in range(2):
+        threads.start(may_end.wait)
+    for number in range(3):  # no thread is free
+        threads.start(lambda number=number: ran.append(number))
+    may_end.set()
+    threads.close()
+    assert sorted(ran[5:]) == [0, 1, 2]
 
 
 class FaultyCalls:
