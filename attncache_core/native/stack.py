@@ -198,7 +198,8 @@ class CompiledStack:
         """
         self._run = library.run_stack
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], ctypes.c_int32
-        self._wake = library.wake_helpers
+        # Waking takes microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
+        self._wake = ctypes.PyDLL(None, handle=library._handle).wake_helpers
         self._wake.argtypes, self._wake.restype = [ctypes.c_int32], None
         self._wait = library.wait_for_helpers
         self._wait.argtypes, self._wait.restype = [], None

@@ -171,11 +171,10 @@ class PendingRequest:
     _results: list[tuple[Sequence[int], RequestResult]] = field(default_factory=list)
     _added: int = 0  # sequences with a result
     _adding: threading.Lock = field(default_factory=threading.Lock)
+    count: int = field(init=False)  # sequences that the texts become
 
-    @property
-    def count(self) -> int:
-        """The number of sequences that the texts become."""
-        return self.source.count * len(self.prompt.sequence_plans)
+    def __post_init__(self) -> None:
+        self.count = self.source.count * len(self.prompt.sequence_plans)
 
     @property
     def is_tokenized(self) -> bool:

@@ -61,7 +61,7 @@ class RequestResult(NamedTuple):
             result.outputs[part],
             result.outcomes[part],
             tokens,
-            int(result.cached_tokens[part].sum()),
+            sum(result.cached_tokens[part].tolist()),
             log_probabilities=tuple((result.log_probabilities or ())[part]),
             token_states=tuple((result.token_states or ())[part]),
             blends=tuple((result.blends or ())[part]),

@@ -246,7 +246,7 @@ class Metrics:
         """Count a batch that the engine has run."""
         self._batch_sequences.observe(len(result.outcomes))
         self._batch_tokens.observe(result.tokens)
-        counts = (result.asked_tokens, int(result.cached_tokens.sum()), result.tokens)
+        counts = (result.asked_tokens, sum(result.cached_tokens.tolist()), result.tokens)
         for state, count in zip(_TOKEN_STATES, counts, strict=True):
             self._of_state[state].inc(count)
         for report in filter(None, result.blends or ()):
@@ -254,8 +254,10 @@ class Metrics:
                 self._segment_tokens.labels(state).inc(count)
         self._search_seconds.observe(result.search_seconds)
         self._forward_seconds.observe(result.forward_seconds)
-        self._corrupt.inc(result.corrupt_records)
-        self._lost_segments.inc(len(result.lost_lengths))
+        if result.corrupt_records:
+            self._corrupt.inc(result.corrupt_records)
+        if result.lost_lengths:
+            self._lost_segments.inc(len(result.lost_lengths))
         for similarity in result.similarities.tolist():
             if similarity == similarity:  # not nan: the sequence was searched
                 self._similarity.observe(similarity)

@@ -174,7 +174,8 @@ class InferenceRoute(APIRoute):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Answer one request, as ASGI application. Raises what the front makes a response of."""
         call: Call = scope[CALL]
-        await call.count_in_quota()
+        if call.holder is not None:
+            await call.count_in_quota(call.holder)
         answer = await self._handle(call)
         await answer.send(send)
 

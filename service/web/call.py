@@ -174,14 +174,12 @@ class Call:
             )
         return serving
 
-    async def count_in_quota(self) -> None:
-        """Count the request as one of its key, if there is one. Raises QuotaExceeded."""
-        if self.holder is None:
-            return
+    async def count_in_quota(self, holder: KeyHolder) -> None:
+        """Count the request as one of its key. Raises QuotaExceeded."""
         try:
-            self.is_in_quota = await self.holder.use.begin()
+            self.is_in_quota = await holder.use.begin()
         except QuotaExceeded as error:
-            self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
+            self.state.metrics.observe_quota_refusal(holder.name, error.quota)
             raise
 
     def reuse_requested(self) -> bool:

@@ -86,6 +86,44 @@ class _Receiving(IntEnum):
     BODY = 2
 
 
+class _Joined(asyncio.Transport):
+    """Where a response is written to: its head leaves with the first part of its body.
+
+    In two packets they cost two system calls, and the client wakes up twice.
+    """
+
+    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
+        super().__init__()
+        self._transport = transport
+        self._cycle = cycle
+        self._head: bytes | None = None  # that waits for the body; b"" once it has left
+
+    def write(self, data: Any) -> None:
+        """Write the next part. What comes before the response, such as 100 Continue, leaves at once."""
+        if self._head is None and self._cycle.response_started:
+            self._head = data
+        elif self._head:
+            self._transport.writelines((self._head, data))
+            self._head = b""
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write the head of a response without a body."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        """Close the connection after what was written."""
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is being closed."""
+        return self._transport.is_closing()
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol within the limits of its listener. `check` must be called from time to time."""
 
@@ -103,6 +141,7 @@ class Connection(HttpToolsProtocol):
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
         self._has_served = False
         self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._response: _Joined | None = None  # to it
         self._header_bytes = 0
         self._body_bytes = 0
         self._bytes_with_framing = 0
@@ -216,6 +255,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = self._response = _Joined(self.transport, cycle)
         connections = self._of_listener
         if connections.draining:
             cycle.keep_alive = False
@@ -232,6 +272,8 @@ class Connection(HttpToolsProtocol):
         self.server_state.total_requests += 1
         self._has_served = True
         self._since = self.loop.time()
+        if self._response is not None:
+            self._response.flush()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()

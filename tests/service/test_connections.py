@@ -51,6 +51,39 @@ def counted(server, reason, cuts=1):
     wait_until(lambda: server.metric(name) == before + cuts)
 
 
+class RecordedTransport:
+    """A transport of a connection that tells what was written at once."""
+
+    def __init__(self, transport):
+        self.transport, self.written = transport, []
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def write(self, data):
+        self.writelines([data])
+
+    def writelines(self, parts):
+        self.written.append(b"".join(parts))
+        self.transport.writelines(parts)
+
+
+@pytest.mark.parametrize("request_bytes", [EMBED, HEALTH, HEALTH.replace(b"GET", b"HEAD")])
+def test_head_and_body_of_an_answer_are_written_at_once(server, request_bytes):
+    before = server.connections()
+    with server.connect() as client:
+        client.sendall(HEALTH)
+        assert read_response(client).status == 200
+        (connection,) = [each for each in server.connections() if each not in before]
+        connection.transport = recorded = RecordedTransport(connection.transport)
+        for _ in range(2):
+            client.sendall(request_bytes)
+            answer = client.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert recorded.written == [answer]
+            recorded.written.clear()
+
+
 # Time.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI_ERRORS[503]}
 
 def served_name(settings: Settings) -> str:
     """Return the name that the server gives its model."""
-    return next(name for name in (*_given(settings), _own_name(settings)) if name != _ANY)
+    return _names(settings.served_model_name or "", settings.model)[0]
 
 
 def check_model_name(name: str | None, settings: Settings) -> None:
     """Raise UnknownModel if a request is for another model. None: the request is for any model."""
-    accepted = _given(settings) or [_own_name(settings), settings.model, _DEFAULT]
+    accepted = _names(settings.served_model_name or "", settings.model)[1]
     if name is not None and name not in accepted and _ANY not in accepted:
         raise UnknownModel(
             f"model is not the model of this server, which is {served_name(settings)}; send this name, or "
@@ -67,13 +68,13 @@ def _json(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _given(settings: Settings) -> list[str]:
-    """Return the names of --served-model-name."""
-    names = map(str.strip, (settings.served_model_name or "").split(","))
-    return [name for name in names if name]
+@cache
+def _names(served: str, model: str) -> tuple[str, list[str]]:
+    """Return the name of the model, and the names that requests may give.
 
-
-def _own_name(settings: Settings) -> str:
-    """Return the name of the model's folder, or its id on the Hugging Face Hub."""
-    model = Path(settings.model)
-    return model.resolve().name if model.is_dir() else settings.model
+    Kept, because a request would wait for the file system. served: of --served-model-name. model: of --model,
+    whose own name is that of its folder, or its id on the Hugging Face Hub.
+    """
+    own = Path(model).resolve().name if Path(model).is_dir() else model
+    given = [name for name in map(str.strip, served.split(",")) if name]
+    return next(name for name in (*given, own) if name != _ANY), given or [own, model, _DEFAULT]
