@@ -106,10 +106,7 @@ class RequestQueue:
         with self._lock:
             self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
             self._enter(request, count, tokens)
-            starting = max(0, min(self._threads - self._running, count))
-            starting = starting if self._may_begin_batch() else 0
-            self._running += starting
-        return starting
+            return self._start_threads(count)
 
     def add_again(self, piece: Slice) -> int:
         """Queue sequences that their request expected from another, and must compute itself after all.
@@ -124,8 +121,7 @@ class RequestQueue:
             has_ended = request.future.done()
             if has_ended:
                 self._leave(request)
-            starting = int(self._running < self._threads and self._may_begin_batch())
-            self._running += starting
+            starting = self._start_threads(len(piece))
         if has_ended:
             self._give_up([piece])
         return starting
@@ -348,10 +344,23 @@ class RequestQueue:
             before = self._characters_per_token
             self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
 
+    def _start_threads(self, sequences: int) -> int:
+        """Return the number of engine threads that the caller must start for so many sequences more.
+
+        A thread that runs takes few tokens with its next batch, also if it has begun just now. The caller
+        must hold the lock.
+        """
+        useful = sequences if self._may_divide() else int(self._running == self._idle_work)
+        starting = max(0, min(self._threads - self._running, useful))
+        self._running += starting
+        return starting
+
     def _may_begin_batch(self) -> bool:
         """Return whether a free thread should begin a batch now. The caller must hold the lock."""
-        if self._computing == self._idle_work:
-            return True
+        return self._computing == self._idle_work or self._may_divide()
+
+    def _may_divide(self) -> bool:
+        """Return whether enough tokens wait for several batches at once. The caller must hold the lock."""
         return self._waiting_tokens >= self.min_part // max(1, self._threads - 1)
 
     def _enter(self, request: PendingRequest, sequences: int, tokens: int) -> None:
