@@ -87,21 +87,26 @@ class _Receiving(IntEnum):
 
 
 class _Joined(asyncio.Transport):
-    """Where a response is written to: its head leaves with the first part of its body.
+    """Where the responses of a connection are written to: a head leaves with the first part of its body.
 
     In two packets they cost two system calls, and the client wakes up twice.
     """
 
-    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
         self._transport = transport
+        self._cycle: RequestResponseCycle | None = None  # whose head was not written yet
+        self._head = b""  # that waits for its body
+
+    def begin(self, cycle: RequestResponseCycle) -> None:
+        """Take what a cycle writes from now on."""
+        cycle.transport = self
         self._cycle = cycle
-        self._head: bytes | None = None  # that waits for the body; b"" once it has left
 
     def write(self, data: Any) -> None:
-        """Write the next part. What comes before the response, such as 100 Continue, leaves at once."""
-        if self._head is None and self._cycle.response_started:
-            self._head = data
+        """Write the next part. What comes before a response, such as 100 Continue, leaves at once."""
+        if self._cycle is not None and self._cycle.response_started:
+            self._cycle, self._head = None, data
         elif self._head:
             self._transport.writelines((self._head, data))
             self._head = b""
@@ -141,7 +146,6 @@ class Connection(HttpToolsProtocol):
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
         self._has_served = False
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._response: _Joined | None = None  # to it
         self._header_bytes = 0
         self._body_bytes = 0
         self._bytes_with_framing = 0
@@ -159,6 +163,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin. If there are too many connections, the oldest one that is too many makes room."""
         super().connection_made(transport)
+        self._responses = _Joined(transport)
         self._since = self.loop.time()
         connections = self._of_listener
         if len(connections.open) < connections.limits.connections:
@@ -255,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.transport = self._response = _Joined(self.transport, cycle)
+        self._responses.begin(cycle)
         connections = self._of_listener
         if connections.draining:
             cycle.keep_alive = False
@@ -272,8 +277,7 @@ class Connection(HttpToolsProtocol):
         self.server_state.total_requests += 1
         self._has_served = True
         self._since = self.loop.time()
-        if self._response is not None:
-            self._response.flush()
+        self._responses.flush()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()

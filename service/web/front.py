@@ -98,9 +98,12 @@ class Front(FastAPI):
         client = Client((scope.get(CONNECTION, scope.get("client")) if forwarded is None else forwarded,))
         call = Call(scope, receive, self._service, headers, client, _request_id(headers, self._own_ids))
         REQUEST_ID.set(call.request_id)
+        scope[CALL] = call
         try:
             await self._respond(call, send)
         finally:
+            # Two objects that hold each other stay until a garbage collection, for which all requests wait.
+            del scope[CALL]
             await self._finish(call)
 
     async def _respond(self, call: Call, send: Send) -> None:
@@ -115,13 +118,13 @@ class Front(FastAPI):
                 message["headers"] = [*message["headers"], *more]
             await send(message)
 
-        call.scope[CALL] = call
         try:
             self._admit(call)
             await self._route(call.scope)(call.scope, call.receive, send_noting_status)
             return
         except AttnCacheError as error:
-            failure, headers = error, headers_of(error)
+            # The traceback holds this frame, which holds the error.
+            failure, headers = error.with_traceback(None), headers_of(error)
         except HTTPException as error:
             failure = _from_router(error)
             headers = {**(error.headers or {}), **headers_of(failure)}

@@ -75,7 +75,8 @@ def test_head_and_body_of_an_answer_are_written_at_once(server, request_bytes):
         client.sendall(HEALTH)
         assert read_response(client).status == 200
         (connection,) = [each for each in server.connections() if each not in before]
-        connection.transport = recorded = RecordedTransport(connection.transport)
+        responses = connection._responses
+        responses._transport = recorded = RecordedTransport(responses._transport)
         for _ in range(2):
             client.sendall(request_bytes)
             answer = client.recv(65536)
