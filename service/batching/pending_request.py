@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, repeat
 from typing import NamedTuple
 
@@ -93,6 +93,18 @@ class Slice:
             return Fitting(0, 0, 0)
         tokens = self.costs[count] - self.costs[1] + self._cost_of_first
         return Fitting(count, tokens, self.texts[count - 1] - self.texts[0] + 1)
+
+    def behind(self, batch: Batch) -> Slice:
+        """Return the slice as it costs behind a batch that ends with the sequence before it."""
+        if self.whole is None or not batch:
+            return self
+        last = batch[-1]
+        follows = last.request is self.request and last.places[-1] + 1 == self.places[0]
+        return replace(self, whole=None) if follows else self
+
+    def shared(self, index: int) -> int:
+        """Return how many tokens a sequence shares with the sequence before it."""
+        return self.whole[index] - (self.costs[index + 1] - self.costs[index]) if self.whole else 0
 
     def part(self, first: int, stop: int) -> Slice:
         """Return the sequences from `first` to `stop`."""
@@ -257,3 +269,6 @@ class PendingRequest:
             piece.whole, piece.texts = whole, [place // len(plans) for place in piece.places]
             self._last_ids = sequences[-1]
         piece.costs = [0, *accumulate(map(min, added, whole))]
+        if self.shares_prefixes and len(plans) == 1 and len(piece) > 1:
+            # What the texts share is known from the first ones.
+            self.guessed_each = (piece.costs[-1] - piece.costs[1]) / (len(piece) - 1)

@@ -275,7 +275,13 @@ class RequestQueue:
         The caller must hold the lock.
         """
         piece = request.waiting[0]
-        fitting = piece.fitting(room.tokens, room.texts, room.part)
+        in_batch = piece.behind(batch)
+        fitting = in_batch.fitting(room.tokens, room.texts, room.part)
+        if batch and in_batch is piece and request.waiting_tokens > room.tokens:
+            # The next batch computes again what the sequences share. It waits for them unless more is gained.
+            cut = min(fitting.sequences, len(piece) - 1)
+            if fitting.tokens < 2 * piece.shared(cut):
+                return False
         if not fitting.sequences and not batch:
             fitting = piece.fitting(room.tokens, texts=1)
         if not fitting.sequences and not batch:

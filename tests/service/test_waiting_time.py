@@ -8,7 +8,7 @@ import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import batching, hold, submit
+from queueing import assert_result_of, batching, hold, submit
 
 from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
@@ -299,6 +299,25 @@ def test_sequences_of_a_text_count_as_one_text_whichever_are_left_out(data, text
     chosen = whole.select(indices)
     for count in range(1, len(indices) + 1):
         assert chosen.first(count).texts == len({numbers[index] for index in indices[:count]})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("shared", "is_divided"), [(50, False), (2, True)])
+async def test_texts_that_share_much_are_not_divided_among_batches(monkeypatch, shared, is_divided):
+    monkeypatch.setattr("service.batching.sources._PART_TEXTS", 2)
+    engine = FakeEngine()
+    engine.sharing = True
+    requests = [[letter * shared + end for end in "12345678"] for letter in "abcd"]
+    tokens = shared + 8
+    async with batching(engine, tokens=tokens * 3 // 2) as batcher:
+        busy = await hold(engine, batcher)
+        pending = [
+            batcher.submit(Texts(texts, truncate=True), reuse=False, flow=(texts[0],)) for texts in requests
+        ]
+        engine.may_run.set()
+        for texts, result in zip([["busy"], *requests], await asyncio.gather(busy, *pending), strict=True):
+            assert_result_of(texts, result)
+    assert (sorted(engine.batches) != sorted([["busy"], *requests])) == is_divided
 
 
 def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():
