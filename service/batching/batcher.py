@@ -244,6 +244,7 @@ class Batcher:
             for batch in batches:
                 try:
                     with self._watching():
+                        self._start(self._queue.start_more())
                         self._runner.run(batch)
                 except BaseException:
                     self._runner.fail(batch)
@@ -360,3 +361,4 @@ class EngineThreads:
                 turn()
             except BaseException as error:
                 log_failure(logger, "a turn of an engine thread failed", error)
+            del turn  # while the thread waits, it must not keep an engine in memory

@@ -126,6 +126,14 @@ class RequestQueue:
             self._give_up([piece])
         return starting
 
+    def start_more(self) -> int:
+        """Return the number of engine threads that the caller must start, because many tokens still wait.
+
+        When the requests came, the queue only guessed their tokens.
+        """
+        with self._lock:
+            return self._start_threads(self._waiting_sequences)
+
     def withdraw(self, request: PendingRequest) -> Batch:
         """Remove what still waits of a request that has ended. Returns its slices."""
         with self._lock:
@@ -309,12 +317,12 @@ class RequestQueue:
         Otherwise requests whose results are all known could keep a batch from being run, and a flow from its
         turn, for as long as such requests arrive. The caller must hold `_forming`, and not the lock.
         """
-        before, guessed = request.tokenized, request.guessed_tokens
+        before, guessed_each = request.tokenized, request.guessed_each
         known = self._tokenize_part(request)
         made = request.tokenized - before
         room.lookups -= max(1, made)
         if known or not made:
-            cost = max(1, guessed - request.guessed_tokens)
+            cost = max(1, round(guessed_each * made))
             with self._lock:
                 self._order.charge(cost, left=request.waiting_tokens)
                 if known:

@@ -108,7 +108,7 @@ class _Joined(asyncio.Transport):
         if self._cycle is not None and self._cycle.response_started:
             self._cycle, self._head = None, data
         elif self._head:
-            self._transport.writelines((self._head, data))
+            self._transport.write(b"".join((self._head, data)))
             self._head = b""
         else:
             self._transport.write(data)
@@ -388,6 +388,7 @@ class Connection(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close the connection when the client has closed its side, or soon."""
         self._closing_since = self.loop.time()
+        self._responses.flush()
         if self.transport.can_write_eof():
             self.flow.resume_reading()
             self.transport.write_eof()

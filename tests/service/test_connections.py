@@ -61,11 +61,8 @@ class RecordedTransport:
         return getattr(self.transport, name)
 
     def write(self, data):
-        self.writelines([data])
-
-    def writelines(self, parts):
-        self.written.append(b"".join(parts))
-        self.transport.writelines(parts)
+        self.written.append(data)
+        self.transport.write(data)
 
 
 @pytest.mark.parametrize("request_bytes", [EMBED, HEALTH, HEALTH.replace(b"GET", b"HEAD")])

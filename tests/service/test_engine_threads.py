@@ -5,7 +5,9 @@ import inspect
 import random
 import threading
 import time
+import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine
@@ -20,6 +22,7 @@ from queueing import (
     requests_of_texts,
     submit,
 )
+from raw_http import wait_until
 from verifying import AnyText, requests_of, verify_all
 
 from attncache_core import NotFinite
@@ -300,14 +303,18 @@ def test_turns_that_follow_each_other_run_in_one_thread_and_close_runs_what_was_
     threads, ran, may_end = EngineThreads(2), [], threading.Event()
 
     def all_free():
-        while len(threads._free) < 2:
-            time.sleep(0.0005)
+        wait_until(lambda: len(threads._free) == 2)
 
     for _ in range(5):
         all_free()
         threads.start(lambda: ran.append(threading.current_thread()))
     all_free()
     assert len(ran) == 5
+    held = Counter()
+    is_held = weakref.ref(held)
+    threads.start(partial(id, held))
+    del held
+    wait_until(lambda: is_held() is None)  # a free thread keeps nothing of its last turn
     assert len(set(ran)) == 1
     for _ in range(2):
         threads.start(may_end.wait)

@@ -320,6 +320,43 @@ async def test_texts_that_share_much_are_not_divided_among_batches(monkeypatch, 
     assert (sorted(engine.batches) != sorted([["busy"], *requests])) == is_divided
 
 
+@pytest.mark.anyio
+async def test_known_texts_are_charged_as_guessed_before_the_guess_for_the_others_fell(monkeypatch):
+    monkeypatch.setattr("service.batching.sources._PART_TEXTS", 2)
+    charged = []
+    engine = FakeEngine()
+    engine.sharing = True
+    texts = ["x" * 50 + chr(ord("a") + index) for index in range(20)]
+    async with batching(engine, result_bytes=2**20) as batcher:
+        order = batcher._queue._order
+        busy = await hold(engine, batcher)
+        charge = order.charge
+        monkeypatch.setattr(
+            order, "charge", lambda cost, left=0: (charged.append(cost), charge(cost, left=left))
+        )
+        pending = [
+            batcher.submit(Texts(part, truncate=True), reuse=True, flow=(name,))
+            for name, part in (("first", texts[:2]), ("all", texts))
+        ]
+        engine.may_run.set()
+        await asyncio.gather(busy, *pending)
+    assert max(charged) <= 2 * 51  # two texts
+
+
+def test_more_threads_start_once_the_tokens_are_known():
+    limits = Limits(1024, MANY, MANY, MANY)
+    queue = RequestQueue(
+        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None, 2
+    )
+    texts = ["a" * 60] * 60  # guessed as 900 tokens, and 3,600
+    request = PendingRequest(
+        Texts(texts, truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
+    )
+    assert queue.add(request) == 1
+    assert next(queue.batches())
+    assert [queue.start_more(), queue.start_more()] == [1, 0]
+
+
 def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():
     looked_at = []
 
