@@ -95,7 +95,10 @@ class Slice:
         return Fitting(count, tokens, self.texts[count - 1] - self.texts[0] + 1)
 
     def behind(self, batch: Batch) -> Slice:
-        """Return the slice as it costs behind a batch that ends with the sequence before it."""
+        """Return the slice with what its sequences add to a batch.
+
+        If the batch ends with the sequence before the slice, the batch computes their common prefix once.
+        """
         if self.whole is None or not batch:
             return self
         last = batch[-1]

@@ -229,7 +229,9 @@ class RequestQueue:
                     if batch:
                         self._computing += 1
                         return batch
-                    # A request that came while the last ones were looked at did not start a thread.
+                    # A request that came while the last ones were looked at did not start a thread. Asked
+                    # anew, because another thread may have ended its turn meanwhile.
+                    goes_on = self._running <= self._threads and self._may_begin_batch()
                     if not (goes_on and self._waiting_requests):
                         self._running -= 1
                         return batch
@@ -286,7 +288,8 @@ class RequestQueue:
         in_batch = piece.behind(batch)
         fitting = in_batch.fitting(room.tokens, room.texts, room.part)
         if batch and in_batch is piece and request.waiting_tokens > room.tokens:
-            # The next batch computes again what the sequences share. It waits for them unless more is gained.
+            # If two batches divide the request, both compute what its sequences share. So the request waits
+            # for the next batch, unless this batch gains more than that.
             cut = min(fitting.sequences, len(piece) - 1)
             if fitting.tokens < 2 * piece.shared(cut):
                 return False
@@ -359,10 +362,10 @@ class RequestQueue:
             self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
 
     def _start_threads(self, sequences: int) -> int:
-        """Return the number of engine threads that the caller must start for so many sequences more.
+        """Return the number of engine threads that the caller must start for sequences that wait.
 
-        A thread that runs takes few tokens with its next batch, also if it has begun just now. The caller
-        must hold the lock.
+        If only few tokens wait, a thread that runs takes them with its next batch. The caller must hold the
+        lock.
         """
         useful = sequences if self._may_divide() else int(self._running == self._idle_work)
         starting = max(0, min(self._threads - self._running, useful))

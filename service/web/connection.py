@@ -87,9 +87,9 @@ class _Receiving(IntEnum):
 
 
 class _Joined(asyncio.Transport):
-    """Where the responses of a connection are written to: a head leaves with the first part of its body.
+    """The transport of a connection's responses. Sends a head together with the first part of its body.
 
-    In two packets they cost two system calls, and the client wakes up twice.
+    Sent apart, they cost two system calls, and the client wakes up twice.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

@@ -357,6 +357,26 @@ def test_more_threads_start_once_the_tokens_are_known():
     assert [queue.start_more(), queue.start_more()] == [1, 0]
 
 
+def test_thread_goes_on_if_the_other_one_fails_while_fewer_may_run(monkeypatch):
+    limits = Limits(BATCH, MANY, MANY, MANY)
+    queue = RequestQueue(
+        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None, 2
+    )
+    request = PendingRequest(
+        Texts(["a"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
+    )
+    queue.add(request)
+    queue._running = 2
+    queue.allow_threads(1)
+
+    def fail_the_other(_tokens):  # between the two looks at the number of threads
+        monkeypatch.undo()
+        queue._running -= 1
+
+    monkeypatch.setattr(queue, "_note_speed", fail_the_other)
+    assert [len(piece) for piece in next(queue.batches())] == [1]
+
+
 def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():
     looked_at = []
 
