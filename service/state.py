@@ -31,7 +31,6 @@ from service.observability.logs import log_access
 from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
-from service.settings.limits import MAX_BATCH_SEQUENCES
 from service.store import LocalStore, Store
 from service.upkeep.blend_verifier import BlendVerifier
 from service.upkeep.group import Group, Worker, repeated
@@ -268,7 +267,7 @@ class ServiceState:
         if self._serving is None:
             limits = Limits(
                 batch_tokens=self.settings.max_batch_tokens,
-                batch_sequences=MAX_BATCH_SEQUENCES,
+                batch_sequences=self.settings.max_batch_sequences,
                 queue_sequences=self.settings.max_queue_sequences,
                 request_tokens=self.settings.max_request_tokens,
                 queue_seconds=self.settings.max_queue_seconds,

@@ -445,6 +445,11 @@ class PrefillEngine:
             return self.runner.run(requests)
 
     @property
+    def attention(self) -> str:
+        """What computes attention: a level of the compiled library, such as "avx512", or "torch"."""
+        return (native.level() if self.model.device.type == "cpu" else None) or "torch"
+
+    @property
     def map_reuse(self) -> MapReuse | None:
         """The strategy, if it reuses the attention maps of a database."""
         return self.strategy if isinstance(self.strategy, MapReuse) else None
@@ -492,7 +497,7 @@ class PrefillEngine:
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.model.device),
             threads=self.threads,
-            attention=native.level() or "torch",
+            attention=self.attention,
             compiled_off=native.compiled_off() if self.model.device.type == "cpu" else None,
             reuse_off=list(self.reuse_off),
             gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import groupby
 
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from attncache_core import native
 from attncache_core.text.prefix_tree import PrefixTree
@@ -19,6 +21,8 @@ from attncache_core.text.prefix_tree import PrefixTree
 _FLOAT32_BELOW = 80
 # `attend_by_maps` holds at most this many map elements at a time: 256 MB in float32.
 _MAX_MAP_ELEMENTS = 2**26
+# Widest head of torch's attention of packed sequences. Before torch 2.11, that function has no windows.
+_MAX_PACKED_HEAD = 256 if "window_size" in signature(varlen_attn).parameters else 0
 
 # Q, K [n, L, h, d] of n sequences of one length -> maps [n, h, L, L].
 MapsOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -109,6 +113,9 @@ def attend(
             after=attention_mask.after,
         )
         return
+    if _runs_packed(query, value):
+        _attend_packed(query, key, value, offsets, attention_mask, context)
+        return
     # torch's fused operator turns rows of NaN scores into zeros, so inputs with NaN or infinity go by way of
     # the maps. Summing finds them cheaply: a sum is finite only if all its terms are.
     if value.device.type == "cpu" and not all(x.sum(dim=0).isfinite().all() for x in (query, key)):
@@ -121,6 +128,48 @@ def attend(
         kept = None if masked is None else ~masked
         found = functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, scale=attention_mask.scale)
         context[tokens] = found.transpose(1, 2).flatten(0, 1)
+
+
+def _runs_packed(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether torch computes packed sequences of these tensors as they are (FlashAttention)."""
+    width = value.shape[-1]
+    return (
+        value.device.type == "cuda"
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == width
+        and width <= _MAX_PACKED_HEAD
+        and width % 8 == 0
+    )
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: np.ndarray,
+    attention_mask: AttentionMask,
+    context: torch.Tensor,
+) -> None:
+    """Compute `attend` by FlashAttention (Dao 2023), one kernel for sequences of any lengths."""
+    # From pinned memory, so that the processor does not wait for the layers that the GPU still computes.
+    pinned = torch.from_numpy(offsets.astype(np.int32)).pin_memory()
+    ends, longest = pinned.to(value.device, non_blocking=True), int(np.diff(offsets).max())
+    before, after = (
+        -1 if bound is None else bound for bound in (attention_mask.before, attention_mask.after)
+    )
+    found = varlen_attn(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=attention_mask.scale,
+        window_size=(before, after),
+    )
+    assert isinstance(found, torch.Tensor)  # a tuple only with further results
+    context.copy_(found)
 
 
 def attend_by_maps(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from attncache_core import InvalidInput, Quantization, find_variant
+from attncache_core.runtime.devices import Device, resolve_device
 from attncache_core.runtime.threads import available_processors
 from benchmarks.measuring import engine as bench
 from benchmarks.measuring.breakdown import Breakdown, break_down
-from benchmarks.measuring.peers import PEERS
+from benchmarks.measuring.peers import GPU_PEERS, PEERS
 from service.commands.options import (
+    device_option,
     drop_options,
     json_option,
     model_option,
@@ -41,10 +45,11 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 @click.option(
     "--peer",
     "peers",
-    type=click.Choice(list(PEERS)),
+    type=click.Choice([*PEERS, *GPU_PEERS]),
     multiple=True,
-    help='Engine to measure. May be repeated. Default: all engines except "hits, ...".',
+    help='Engine to measure. May be repeated. Default: all engines of the device except "hits, ...".',
 )
+@device_option
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
@@ -55,7 +60,7 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with at least 32 texts, one per line, to measure on too. Default: none.",
+    help="File with at least 32 texts, or 1,024 for a GPU, one per line, to measure on too. Default: none.",
 )
 @click.option(
     "--breakdown",
@@ -72,6 +77,7 @@ def engine(
     drop_block: str,
     threads: int | None,
     peers: tuple[str, ...],
+    device: Device,
     rounds: int,
     texts: Path | None,
     breakdown: bool,
@@ -82,13 +88,14 @@ def engine(
     Each engine runs in its own process. With --breakdown, show where AttnCache spends its time, in full and
     on a hit.
     """
-    threads = threads or available_processors()
+    threads, on_gpu = threads or available_processors(), resolve_device(device).type == "cuda"
     try:
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()] if texts else []
     except UnicodeDecodeError as error:
         raise InvalidInput(f"texts: {texts} is not UTF-8; convert it", field="texts") from error
-    if texts and len(lines) < 32:
-        raise InvalidInput("texts needs at least 32 lines, which are one batch", field="texts")
+    shapes, batch = (bench.GPU_SHAPES, bench.GPU_TEXTS) if on_gpu else (bench.SHAPES, bench.TEXTS)
+    if texts and len(lines) < batch:
+        raise InvalidInput(f"texts needs at least {batch:,} lines, which are one batch", field="texts")
     variant: dict[str, Any] = {
         "model": model,
         "revision": revision,
@@ -98,7 +105,8 @@ def engine(
         "drop_block": drop_block,
     }
     checkpoint = find_variant(**variant)
-    facts = {**machine(threads), "model": checkpoint.name, **checkpoint.variant}
+    gpu = {"gpu": torch.cuda.get_device_name()} if on_gpu else {}
+    facts = {**machine(threads), **gpu, "model": checkpoint.name, **checkpoint.variant}
     show_machine(facts)
     if breakdown:
         with tempfile.TemporaryDirectory(prefix="attncache-bench-") as folder:
@@ -107,17 +115,17 @@ def engine(
         report = [{"shape": part.shape, "layer": part.layer, "request": part.request} for part in parts]
         write_json(json_file, {"machine": facts, "breakdown": report})
         return
-    chosen = peers or _DEFAULT_PEERS
+    chosen = peers or (tuple(GPU_PEERS) if on_gpu else _DEFAULT_PEERS)
     with (
-        bench.started(chosen, variant, threads, bench.SHAPES, report_absent) as workers,
+        bench.started(chosen, variant, threads, shapes, report_absent) as workers,
         shown_progress() as progress,
     ):
         rows = bench.measure(
-            workers, bench.SHAPES, lines, rounds, lambda done, total: progress("rounds", done, total)
+            workers, shapes, lines, rounds, lambda done, total: progress("rounds", done, total), batch
         )
     if not rows:
         raise InvalidInput("none of these engines can run here", field="peer")
-    _show(rows, len(lines) // 32 * 32)
+    _show(rows, shapes, len(lines) // batch * batch)
     write_json(json_file, {"machine": facts, "rounds": rounds, "rows": [asdict(row) for row in rows]})
 
 
@@ -140,9 +148,9 @@ def report_absent(peer: str, reason: str) -> None:
     click.echo(f"{peer} is left out: {reason}", err=True)
 
 
-def _show(rows: list[bench.Row], texts: int) -> None:
-    names = [bench.name_of(shape) for shape in bench.SHAPES if shape[0] > 1]
-    single = bench.name_of(bench.SHAPES[-1])
+def _show(rows: list[bench.Row], shapes: Sequence[tuple[int, int]], texts: int) -> None:
+    names = [bench.name_of(shape) for shape in shapes if shape[0] > 1]
+    single = bench.name_of(shapes[-1])
     show_table(
         "thousand tokens per second (sequences x tokens); one sentence in milliseconds",
         ["engine", *names, f"{single}, ms", "texts/s", "cosine to fp32"],

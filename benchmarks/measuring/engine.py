@@ -16,9 +16,10 @@ from attncache_core.heads.vectors import cosines
 from benchmarks.measuring.worker import Variant, Worker
 
 SHAPES = ((32, 16), (32, 32), (8, 128), (2, 512), (1, 16))
+# A GPU needs larger batches.
+GPU_SHAPES = ((32, 32), (1024, 32), (128, 128), (32, 512), (1, 16))
+TEXTS, GPU_TEXTS = 32, 1024  # texts in a batch
 _REPEAT = 5
-_REFERENCE = "transformers fp32"
-_TEXTS = 32  # texts in a batch
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,25 @@ def measure(
     texts: Sequence[str],
     rounds: int,
     on_round: Callable[[int, int], None],
+    batch: int = TEXTS,
 ) -> list[Row]:
-    """Time all workers on all shapes, and on batches of 32 of the texts if there are texts.
+    """Time all workers on all shapes, and on batches of the texts if there are texts.
 
     rounds: the number of repetitions; the workers alternate. on_round: called with (done, total) rounds.
+    batch: the number of texts in a batch.
     """
     random = np.random.default_rng(0)
     batches = {name_of(shape): {"tokens": random.integers(2000, 20000, shape).tolist()} for shape in shapes}
     batches |= {
-        f"texts {number}": {"texts": list(texts[first : first + _TEXTS])}
-        for number, first in enumerate(range(0, len(texts) - _TEXTS + 1, _TEXTS))
+        f"texts {number}": {"texts": list(texts[first : first + batch])}
+        for number, first in enumerate(range(0, len(texts) - batch + 1, batch))
     }
     taken: dict[tuple[str, str], list[float]] = {}
     for done in range(rounds):
-        for name, batch in batches.items():
+        for name, inputs in batches.items():
             for worker in workers:
-                if not worker.absent and _takes(worker.peer, batch):
-                    taken.setdefault((worker.peer, name), []).extend(worker.seconds(_REPEAT, **batch))
+                if not worker.absent and _takes(worker.peer, inputs):
+                    taken.setdefault((worker.peer, name), []).extend(worker.seconds(_REPEAT, **inputs))
         on_round(done + 1, rounds)
     cosine = _cosines(workers, [batches[name_of(shape)] for shape in shapes])
     present = [worker.peer for worker in workers if not worker.absent]
@@ -95,9 +98,9 @@ def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
 
     sentence-transformers runs texts only. The other peers run tokens, and AttnCache runs texts too.
     """
-    if peer == "sentence-transformers":
+    if peer.startswith("sentence-transformers"):
         return "texts" in batch
-    return "tokens" in batch or peer in ("attncache bf16", "attncache fp32", "attncache int8")
+    return "tokens" in batch or (peer.startswith("attncache ") and "hit" not in peer)
 
 
 def _medians(
@@ -111,7 +114,7 @@ def _medians(
 
 def _cosines(workers: Sequence[Worker], batches: Sequence[dict[str, list[object]]]) -> dict[str, float]:
     workers = [worker for worker in workers if not worker.absent]
-    reference = next((worker for worker in workers if worker.peer == _REFERENCE), None)
+    reference = next((worker for worker in workers if worker.peer.startswith("transformers fp32")), None)
     if reference is None:
         return {}
     expected = [np.array(reference.embeddings(**batch)) for batch in batches]

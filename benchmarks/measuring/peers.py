@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +24,18 @@ import torch
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, Quantization
 from attncache_core.corpus import default_corpus
 from attncache_core.reuse.maps.map_reuse import MapReuse
+from attncache_core.runtime.devices import Device
 from attncache_core.text.tokenizer import TextTokenizer
 from benchmarks.measuring.synthetic import write_database
 from benchmarks.papers.mapped import MapsSideBySide
 
 Sequences = Sequence[Sequence[int]]
-# Token ids of one shape, int64 [sequences, length] -> embeddings, float32 [sequences, d].
-Run = Callable[[np.ndarray], np.ndarray]
+# Token ids of one shape, int64 [sequences, length], or texts -> embeddings, float32 [sequences, d].
+Run = Callable[[Any], np.ndarray]
 
 _CALIBRATION_TEXTS = 300
 _TRIALS = 7
+_GPU_BATCHES = (128, 256, 512)
 
 
 class Peer(ABC):
@@ -51,9 +54,13 @@ class AttnCache(Peer):
     """AttnCache without a database."""
 
     def __init__(
-        self, checkpoint: Checkpoint, threads: int, dtype: Literal["auto", "bfloat16", "float32"]
+        self,
+        checkpoint: Checkpoint,
+        threads: int,
+        dtype: Literal["auto", "bfloat16", "float32"],
+        device: Device = "cpu",
     ) -> None:
-        self.engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+        self.engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads, device=device)
 
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
@@ -216,30 +223,45 @@ class CTranslate2(Peer):
 
 
 class Transformers(Peer):
-    """The Hugging Face model on torch in float32, eager or compiled by torch.compile."""
+    """The Hugging Face model on torch, eager or compiled by torch.compile."""
 
-    def __init__(self, checkpoint: Checkpoint, threads: int, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        threads: int,
+        dtype: torch.dtype = torch.float32,
+        device: Device = "cpu",
+        *,
+        compiled: bool = False,
+    ) -> None:
         torch.set_num_threads(threads)
         # None is torch's fused attention, or eager attention for a family without it, such as DeBERTa.
-        self._model = _pooled_model(checkpoint, attention=None)
+        self._model = _pooled_model(checkpoint, attention=None).to(device, dtype)
+        self._device = device
         if compiled:
             self._model.compile()
 
     @torch.inference_mode()
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
-        ids = torch.tensor(sequences)
-        return self._model(ids, torch.ones_like(ids)).numpy()
+        ids = torch.tensor(sequences, device=self._device)
+        return self._model(ids, torch.ones_like(ids)).float().cpu().numpy()
 
 
 class SentenceTransformers(Peer):
-    """sentence-transformers in float32, with its default settings."""
+    """sentence-transformers with its default settings. On a GPU, its fastest batch size is taken."""
 
-    def __init__(self, checkpoint: Checkpoint, threads: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, threads: int, dtype: torch.dtype = torch.float32, device: Device = "cpu"
+    ) -> None:
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(threads)
-        self._model = SentenceTransformer(str(checkpoint.folder), device="cpu")
+        self._model = SentenceTransformer(
+            str(checkpoint.folder), device=device, model_kwargs={"dtype": dtype}
+        )
+        self._sizes = _GPU_BATCHES if device == "cuda" else ()
+        self._runs: dict[int, Run] = {}  # number of texts -> run
 
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
@@ -247,7 +269,11 @@ class SentenceTransformers(Peer):
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
         """See Peer."""
-        return self._model.encode(list(texts), batch_size=len(texts))
+        if len(texts) not in self._runs:
+            sizes = [size for size in self._sizes if size < len(texts)] + [len(texts)]
+            runs = [partial(self._model.encode, batch_size=size) for size in sizes]
+            self._runs[len(texts)] = fastest(runs, texts)
+        return self._runs[len(texts)](texts)
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -264,24 +290,37 @@ PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
     "openvino fp32": lambda checkpoint, threads, _: OpenVino(checkpoint, threads, "f32"),
     "openvino int8": lambda checkpoint, threads, _: OpenVino(checkpoint, threads, "int8"),
     "ctranslate2 int8": lambda checkpoint, threads, _: CTranslate2(checkpoint, threads),
-    "transformers fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=False),
+    "transformers fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads),
     "torch.compile fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=True),
     "sentence-transformers": lambda checkpoint, threads, _: SentenceTransformers(checkpoint, threads),
     "hits, mapped": lambda checkpoint, threads, shapes: AttnCacheHits(
         checkpoint, threads, shapes, MapsSideBySide
     ),
 }
+GPU_PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
+    "attncache bf16, cuda": lambda checkpoint, threads, _: AttnCache(checkpoint, threads, "bfloat16", "cuda"),
+    "attncache fp32, cuda": lambda checkpoint, threads, _: AttnCache(checkpoint, threads, "float32", "cuda"),
+    "transformers fp32, cuda": lambda checkpoint, threads, _: Transformers(
+        checkpoint, threads, torch.float32, "cuda"
+    ),
+    "transformers bf16, cuda": lambda checkpoint, threads, _: Transformers(
+        checkpoint, threads, torch.bfloat16, "cuda"
+    ),
+    "sentence-transformers bf16, cuda": lambda checkpoint, threads, _: SentenceTransformers(
+        checkpoint, threads, torch.bfloat16, "cuda"
+    ),
+}
 
 
-def fastest(runs: Sequence[Run], ids: np.ndarray) -> Run:
-    """Return the run with the least time for these token ids. The runs alternate."""
+def fastest(runs: Sequence[Run], inputs: Any) -> Run:
+    """Return the run with the least time for these inputs. The runs alternate."""
     if len(runs) == 1:
         return runs[0]
     best = [math.inf] * len(runs)
     for trial in range(_TRIALS + 1):
         for number, run in enumerate(runs):
             started = time.perf_counter()
-            run(ids)
+            run(inputs)
             if trial:  # the first pass of a compiled model also prepares its kernels
                 best[number] = min(best[number], time.perf_counter() - started)
     return runs[int(np.argmin(best))]

@@ -108,13 +108,13 @@ def main() -> None:
     task = json.loads(sys.stdin.readline())
     try:
         from attncache_core import Quantization, find_variant
-        from benchmarks.measuring.peers import PEERS
+        from benchmarks.measuring.peers import GPU_PEERS, PEERS
         from benchmarks.measuring.prefix_peers import PREFIX_PEERS
 
         shapes = [tuple(shape) for shape in task["shapes"]]
         kind = task["variant"].pop("quantization")
         checkpoint = find_variant(**task["variant"], quantization=kind and Quantization(kind))
-        peer = {**PEERS, **PREFIX_PEERS}[task["peer"]](checkpoint, task["threads"], shapes)
+        peer = {**PEERS, **GPU_PEERS, **PREFIX_PEERS}[task["peer"]](checkpoint, task["threads"], shapes)
     except ModuleNotFoundError as error:
         say({"absent": f"{error}; install it with: pip install -e '.[bench]'"})
         return

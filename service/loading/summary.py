@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attncache_core import PrefillEngine, native
+from attncache_core import PrefillEngine
 from attncache_core.calibration.policy_selection import could_keep_floor
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.maps.manifest import Manifest
 from service.settings import Settings
-from service.settings.limits import MAX_BATCH_SEQUENCES
 
 
 def summary(engine: PrefillEngine, settings: Settings, urls: Sequence[str]) -> Iterator[str]:
@@ -112,7 +111,7 @@ def _model(engine: PrefillEngine) -> str:
 
 def _processor(engine: PrefillEngine) -> str:
     dtype = str(engine.dtype).removeprefix("torch.")
-    return f"in {dtype} on {engine.model.device}, {engine.threads} threads, by {native.level() or 'torch'}"
+    return f"in {dtype} on {engine.model.device}, {engine.threads} threads, by {engine.attention}"
 
 
 def _database(engine: PrefillEngine) -> str:
@@ -123,7 +122,7 @@ def _database(engine: PrefillEngine) -> str:
 
 def _limits(settings: Settings) -> str:
     return (
-        f"batch {settings.max_batch_tokens:,} tokens, {MAX_BATCH_SEQUENCES:,} texts; "
+        f"batch {settings.max_batch_tokens:,} tokens, {settings.max_batch_sequences:,} texts; "
         f"request {settings.max_request_inputs:,} texts, {settings.max_request_tokens:,} tokens, "
         f"{settings.max_body_bytes / 2**20:,.1f} MiB; queue {settings.max_queue_sequences:,} texts"
     )

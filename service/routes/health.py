@@ -22,7 +22,6 @@ from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
 from service.routes.common import ERRORS
 from service.routes.openai.models import served_name
 from service.settings import Settings
-from service.settings.limits import MAX_BATCH_SEQUENCES
 from service.upkeep.watchdog import Condition
 from service.web.call import CurrentCall
 
@@ -37,7 +36,7 @@ def tei_info(engine: PrefillEngine, info: EngineInfo, settings: Settings) -> dic
         "max_concurrent_requests": settings.max_queue_sequences,
         "max_input_length": info.max_tokens,
         "max_batch_tokens": settings.max_batch_tokens,
-        "max_batch_requests": MAX_BATCH_SEQUENCES,
+        "max_batch_requests": settings.max_batch_sequences,
         "max_client_batch_size": settings.max_request_inputs,
         "auto_truncate": settings.truncate,
         "tokenization_workers": engine.parallel_runs,

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from service.settings.names import Group
 
-# Most texts of one batch, however short they are.
-MAX_BATCH_SEQUENCES = 64
+# A batch holds at most this many texts, or one text for every 16 tokens that a batch may hold.
+_MAX_BATCH_SEQUENCES, _TOKENS_PER_SEQUENCE = 64, 16
 
 
 class Limits(Group):
@@ -71,3 +71,8 @@ class Limits(Group):
         "sequences of each text.",
     )
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1, description="Most bytes in the body of one request.")
+
+    @property
+    def max_batch_sequences(self) -> int:
+        """Most texts of one batch, however short they are."""
+        return max(_MAX_BATCH_SEQUENCES, self.max_batch_tokens // _TOKENS_PER_SEQUENCE)

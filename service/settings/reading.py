@@ -35,7 +35,7 @@ REMOVED_FIELDS = {
     "heads": "give --heads to build, which then calibrates thresholds for these heads",
     "search_always": "use --min-gain 0 to reuse wherever the quality budget holds",
     "kv_eviction": "what no waiting request will use leaves first",
-    "max_batch_sequences": "a batch holds at most 64 texts; set --max-batch-tokens",
+    "max_batch_sequences": "a batch holds one text for every 16 tokens of --max-batch-tokens, at least 64",
     "session_keep_ratio": "a conversation fills half of the window after it was cut",
     "max_queue_tokens": "at most 1,048,576 tokens wait; set --max-queue-seconds or --max-inflight-bytes",
 }

@@ -5,6 +5,7 @@ If a GPU is present, its results are compared to the CPU's.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.models import load_model
+from attncache_core.models.attention import AttentionMask, attend, attend_by_maps, attention_maps
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
@@ -73,6 +75,21 @@ def test_a_gpu_computes_what_the_cpu_does(checkpoint, tmp_path):
     segment = recorded(checkpoint, tmp_path)
     on_gpu, on_cpu = (run(checkpoint, segment, torch.device(name)).cpu() for name in ("cuda", "cpu"))
     torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (3, 0), (2, 5)])
+@pytest.mark.parametrize("width", [32, 20])  # torch packs only widths that are multiples of 8
+def test_16_bit_attention_of_a_gpu_reads_the_tokens_that_the_mask_allows(bounds, width):
+    offsets, random = np.array([0, 1, 14, 27, 90]), torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(90, 4, width, generator=random).bfloat16() for _ in range(3))
+    on_gpu, expected = torch.empty(90, 4, width).cuda().bfloat16(), torch.empty(90, 4, width)
+    mask = AttentionMask(width**-0.5 * 1.5, *bounds)
+    attend(query.cuda(), key.cuda(), value.cuda(), offsets, mask, on_gpu)
+    maps = partial(attention_maps, attention_mask=mask)
+    attend_by_maps(maps, query.float(), key.float(), value.float(), offsets, expected)
+    torch.testing.assert_close(on_gpu.cpu().float(), expected, atol=2e-2, rtol=0)
 
 
 @pytest.mark.cuda

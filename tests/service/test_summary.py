@@ -32,7 +32,7 @@ def test_summary_names_model_processor_limits_and_address(tiny_engine):
     assert lines["computes"].startswith(f"in float32 on cpu, {tiny_engine.threads} threads, by ")
     assert lines["database"] == "none"
     assert lines["reuse"] == "serving exactly: there is no database"
-    assert "batch 2,048 tokens" in lines["limits"]
+    assert "batch 2,048 tokens, 128 texts" in lines["limits"]
     assert "0.5 MiB" in lines["limits"]
     assert lines["serves"] == "http://127.0.0.1:1, unix:/run/a"
 

@@ -199,8 +199,10 @@ async def test_tokens_of_a_text_and_back(tmp_path):
 
 
 async def test_info_has_what_clients_of_tei_read(tmp_path):
-    async with serving(tiny(tmp_path / "tiny"), model=str(tmp_path / "tiny"), max_request_inputs=7) as client:
+    limits = {"max_request_inputs": 7, "max_batch_tokens": 2048}
+    async with serving(tiny(tmp_path / "tiny"), model=str(tmp_path / "tiny"), **limits) as client:
         info = (await client.get("/info")).json()
+    assert (info["max_batch_tokens"], info["max_batch_requests"]) == (2048, 128)
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["model_id"], info["model_dtype"], info["model_sha"]) == ("tiny", "float32", None)
     assert (info["max_input_length"], info["max_client_batch_size"]) == (512, 7)
