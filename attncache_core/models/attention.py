@@ -151,16 +151,17 @@ def _attend_packed(
     context: torch.Tensor,
 ) -> None:
     """Compute `attend` by FlashAttention (Dao 2023), one kernel for sequences of any lengths."""
+    rows = slice(int(offsets[0]), int(offsets[-1]))  # the operator writes all rows that it is given
     # From pinned memory, so that the processor does not wait for the layers that the GPU still computes.
-    pinned = torch.from_numpy(offsets.astype(np.int32)).pin_memory()
+    pinned = torch.from_numpy((offsets - offsets[0]).astype(np.int32)).pin_memory()
     ends, longest = pinned.to(value.device, non_blocking=True), int(np.diff(offsets).max())
     before, after = (
         -1 if bound is None else bound for bound in (attention_mask.before, attention_mask.after)
     )
     found = varlen_attn(
-        query,
-        key,
-        value,
+        query[rows],
+        key[rows],
+        value[rows],
         ends,
         ends,
         longest,
@@ -169,7 +170,7 @@ def _attend_packed(
         window_size=(before, after),
     )
     assert isinstance(found, torch.Tensor)  # a tuple only with further results
-    context.copy_(found)
+    context[rows] = found
 
 
 def attend_by_maps(

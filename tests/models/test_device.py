@@ -13,11 +13,12 @@ import torch
 from core_models import SEAL, layers_output, prefill, random_sequences
 from families import CASES, write_family
 
+from attncache_core import native
 from attncache_core.calibration.substitution import collect_maps
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.models import load_model
+from attncache_core.models import attention, load_model
 from attncache_core.models.attention import AttentionMask, attend, attend_by_maps, attention_maps
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import no_reuse
@@ -77,19 +78,49 @@ def test_a_gpu_computes_what_the_cpu_does(checkpoint, tmp_path):
     torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
 
 
-@pytest.mark.cuda
-@needs_gpu
-@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (3, 0), (2, 5)])
-@pytest.mark.parametrize("width", [32, 20])  # torch packs only widths that are multiples of 8
-def test_16_bit_attention_of_a_gpu_reads_the_tokens_that_the_mask_allows(bounds, width):
-    offsets, random = np.array([0, 1, 14, 27, 90]), torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(90, 4, width, generator=random).bfloat16() for _ in range(3))
-    on_gpu, expected = torch.empty(90, 4, width).cuda().bfloat16(), torch.empty(90, 4, width)
-    mask = AttentionMask(width**-0.5 * 1.5, *bounds)
-    attend(query.cuda(), key.cuda(), value.cuda(), offsets, mask, on_gpu)
+BOUNDS = [(None, None), (None, 0), (3, 0), (2, 5)]
+
+
+def packed_attention(bounds, width, device):
+    """Attend to some of the packed rows, by 16-bit numbers. Returns the context and what it should be.
+
+    The first and last rows, which belong to other sequences, are not written.
+    """
+    offsets, random = np.array([10, 11, 24, 37, 90]), torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(100, 4, width, generator=random).bfloat16() for _ in range(3))
+    context, expected = torch.full((2, 100, 4, width), 7.0)
+    context, mask = context.to(device, torch.bfloat16), AttentionMask(width**-0.5 * 1.5, *bounds)
+    attend(query.to(device), key.to(device), value.to(device), offsets, mask, context)
     maps = partial(attention_maps, attention_mask=mask)
     attend_by_maps(maps, query.float(), key.float(), value.float(), offsets, expected)
-    torch.testing.assert_close(on_gpu.cpu().float(), expected, atol=2e-2, rtol=0)
+    return context.cpu().float(), expected
+
+
+def one_by_one(query, key, value, ends, _ends, longest, _longest, *, scale, window_size):
+    """Do what torch's operator for packed sequences does."""
+    assert (longest, int(ends[-1])) == (ends.diff().max(), len(query))
+    before, after = (None if bound < 0 else bound for bound in window_size)
+    found, mask = torch.full_like(query, torch.nan), AttentionMask(scale, before, after)
+    maps = partial(attention_maps, attention_mask=mask)
+    attend_by_maps(maps, query.float(), key.float(), value.float(), ends.numpy(), found)
+    return found
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_attention_of_packed_rows_is_told_their_ends_and_window(bounds, monkeypatch):
+    monkeypatch.setattr(native, "kernel", lambda: None)
+    monkeypatch.setattr(attention, "_runs_packed", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
+    torch.testing.assert_close(*packed_attention(bounds, 32, "cpu"), atol=2e-2, rtol=0)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("width", [32, 20])  # torch packs only widths that are multiples of 8
+def test_16_bit_attention_of_a_gpu_reads_the_tokens_that_the_mask_allows(bounds, width):
+    torch.testing.assert_close(*packed_attention(bounds, width, "cuda"), atol=2e-2, rtol=0)
 
 
 @pytest.mark.cuda
