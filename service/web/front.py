@@ -49,6 +49,7 @@ _METRICS_PATH = "/metrics"
 # What concerns all clients, with all that is below it.
 _ADMIN_PATHS = (_METRICS_PATH, "/cache", "/explain")
 _BELOW_ADMIN_PATHS = tuple(f"{path}/" for path in _ADMIN_PATHS)
+_NO_SUCH_PATH = "no such path; /docs lists the paths"
 _NUMBERS = itertools.count()
 # Without spaces, so that an id is one word of a log line.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -145,6 +146,9 @@ class Front(FastAPI):
         """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
         scope, keys = call.scope, self._service.keys
         path, listener = scope["path"], scope.get(LISTENER)
+        # The router finds a route for its path and a line break too, which no check of a path here would.
+        if "\n" in path:
+            raise NotFound(_NO_SUCH_PATH)
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
             check_admin(path, holder)
@@ -200,7 +204,7 @@ def _from_router(error: HTTPException) -> AttnCacheError:
     """Return the error of an unknown path or an unsupported method."""
     if error.status_code == MethodNotAllowed.status:
         return MethodNotAllowed("this path does not support this method")
-    return NotFound("no such path; /docs lists the paths")
+    return NotFound(_NO_SUCH_PATH)
 
 
 def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:

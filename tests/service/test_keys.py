@@ -354,6 +354,9 @@ async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file)
         for path in ("/metrics", "/cache/stats"):
             forbidden = await client.get(path, headers=bearer(ONE))
             assert (forbidden.status_code, forbidden.json()["error"]["code"]) == (403, "forbidden")
+        for method, path in (("GET", "/metrics"), ("DELETE", "/cache"), ("POST", "/explain")):
+            broken = await client.request(method, f"{path}%0A", headers=bearer(ONE))
+            assert (broken.status_code, broken.json()["error"]["code"]) == (404, "not_found")
         assert (await client.get("/metrics", headers=bearer(OPS))).status_code == 200
         assert (await client.get("/cache/stats", headers=bearer(OPS))).json()["error"][
             "code"

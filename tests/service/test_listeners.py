@@ -98,6 +98,14 @@ def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port,
     assert b"--admin-port" not in admin.body
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/info", "/openapi.json", "/docs", "/cache", "/explain"])
+def test_line_break_behind_a_path_opens_no_route(with_admin_port, path):
+    request = HEALTH.replace(b"/health", path.encode() + b"%0A")
+    for method in (b"GET", b"POST", b"DELETE"):
+        answer = with_admin_port.ask(request.replace(b"GET", method), listener=0)
+        assert (answer.status, answer.code) == (404, "not_found")
+
+
 def test_both_listeners_serve_health_and_inference(with_admin_port):
     for listener in (0, 1):
         for request in (HEALTH, HEALTH.replace(b"/health", b"/ready"), EMBED):
