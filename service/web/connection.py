@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, cast
 
+import httptools
 from starlette.responses import Response
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -129,6 +130,25 @@ class _Joined(asyncio.Transport):
         return self._transport.is_closing()
 
 
+class _Parser(httptools.HttpRequestParser):
+    """httptools' parser, which reads on behind a head that asks for another protocol.
+
+    httptools takes what comes behind such a head for the other protocol. The server speaks none, and then a
+    client sends the body of its request and further requests (RFC 9110, section 7.8).
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        """Parse the next bytes. Raises httptools.HttpParserError."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.feed_data(self._connection.head_of_body() + data[upgrade.args[0] :])
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol within the limits of its listener. `check` must be called from time to time."""
 
@@ -141,6 +161,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = _Parser(self)
         self._of_listener = connections
         self._receiving = _Receiving.NOTHING
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
@@ -213,8 +234,19 @@ class Connection(HttpToolsProtocol):
 
     # Called by the parser.
 
+    def head_of_body(self) -> bytes:
+        """Return a head without Upgrade, behind which the parser finds the body of the last request."""
+        framing = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self.headers
+            if name in (b"content-length", b"transfer-encoding")
+        ]
+        return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)
+
     def on_message_begin(self) -> None:
         """Begin a request. Raises OverflowError, which ends the parser, if too many requests are waiting."""
+        if self._receiving is _Receiving.BODY:
+            return  # `head_of_body`
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise OverflowError
         super().on_message_begin()
@@ -226,6 +258,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start to answer the request, or queue it behind the request before."""
+        if self._receiving is _Receiving.BODY:
+            return  # `head_of_body`
         self._body_bytes = self._bytes_with_framing = 0
         super().on_headers_complete()
         self._receiving = _Receiving.BODY
@@ -245,6 +279,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that the client has sent a whole request."""
+        if self.parser.should_upgrade():
+            return  # the body comes
         self._receiving = _Receiving.NOTHING
         super().on_message_complete()
 
@@ -262,7 +298,7 @@ class Connection(HttpToolsProtocol):
         self._running = cycle
         self._responses.begin(cycle)
         connections = self._of_listener
-        if connections.draining:
+        if connections.draining and not self.pipeline:
             cycle.keep_alive = False
         if self in connections.excess:
             cycle.keep_alive = False

@@ -115,16 +115,25 @@ def post_chunked(*chunks):
 
 def read_response(client):
     """Read one response with a Content-Length."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += _some_of(client)
-    head, _, body = received.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
-    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-    while len(body) < int(headers["content-length"]):
-        body += _some_of(client)
-    assert len(body) == int(headers["content-length"]), "more than one response was sent"
-    return Response(int(first.split()[1]), headers, body)
+    return read_responses(client, 1)[0]
+
+
+def read_responses(client, count):
+    """Read this number of responses with a Content-Length each."""
+    responses, rest = [], b""
+    for _ in range(count):
+        while b"\r\n\r\n" not in rest:
+            rest += _some_of(client)
+        head, _, rest = rest.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers["content-length"])
+        while len(rest) < size:
+            rest += _some_of(client)
+        responses.append(Response(int(first.split()[1]), headers, rest[:size]))
+        rest = rest[size:]
+    assert not rest, "more responses were sent"
+    return responses
 
 
 def read_to_end(client):

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import socket
+import time
 
 import pytest
 from fake_engine import FakeEngine
@@ -11,6 +13,7 @@ from raw_http import (
     post,
     post_chunked,
     read_response,
+    read_responses,
     read_to_end,
     served,
     wait_until,
@@ -336,9 +339,31 @@ def test_body_that_is_refused_early_after_expect_closes_the_connection(server):
         assert read_to_end(client) == b""
 
 
-def test_upgrade_is_ignored(server):
-    request = HEALTH.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost")
-    assert server.ask(request).status == 200
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+@pytest.mark.parametrize("size", [1, 7, 100_000])  # of what arrives at a time, in bytes
+def test_upgrade_is_ignored(server, protocol, size):
+    fields = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: " + protocol
+    with_body = post(b'{"inputs": "GET /nowhere HTTP/1.1\\r\\n\\r\\n"}', fields)
+    chunked = post_chunked(b'{"inputs": "', b'b"}').replace(b"Host", fields + b"\r\nHost") + b"0\r\n\r\n"
+    requests = HEALTH.replace(b"Host", fields + b"\r\nHost") + with_body + chunked + EMBED
+    with server.connect() as client:
+        for first in range(0, len(requests), size):
+            client.sendall(requests[first : first + size])
+        assert [response.status for response in read_responses(client, 4)] == [200] * 4
+        client.shutdown(socket.SHUT_WR)
+        assert read_to_end(client) == b""
+
+
+def test_body_behind_an_upgrade_is_no_request(server):
+    inner = HEALTH + HEALTH
+    with server.connect() as client:
+        client.sendall(post(b"", b"Connection: upgrade\r\nUpgrade: x").replace(b": 0", b": %d" % len(inner)))
+        time.sleep(0.05)
+        client.sendall(inner + EMBED)
+        refused, embedded = read_responses(client, 2)
+    assert (refused.status, refused.code) == (400, "malformed_body")
+    assert b"not valid" in refused.body
+    assert (embedded.status, embedded.body[:2]) == (200, b"[[")
 
 
 # How many.

@@ -4,7 +4,16 @@ import signal
 
 import pytest
 from fake_engine import FakeEngine
-from raw_http import HEALTH, PATIENCE_SECONDS, post, read_response, read_to_end, served, wait_until
+from raw_http import (
+    HEALTH,
+    PATIENCE_SECONDS,
+    post,
+    read_response,
+    read_responses,
+    read_to_end,
+    served,
+    wait_until,
+)
 
 READY = HEALTH.replace(b"/health", b"/ready")
 EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
@@ -31,6 +40,22 @@ def test_drain_answers_what_arrives_and_closes_connections():
         assert (finished.status, finished.headers["connection"]) == (200, "close")
         for client in (idle, open_before):
             client.close()
+
+
+def test_drain_answers_all_requests_that_were_pipelined():
+    engine = FakeEngine()
+    with served(engine) as server, server.connect() as client:
+        engine.may_run.clear()
+        client.sendall(EMBED * 4)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        wait_until(lambda: any(len(connection.pipeline) == 3 for connection in server.connections()))
+        server.server.should_exit = True
+        wait_until(lambda: server.ask(READY).status == 503)
+        engine.may_run.set()
+        answers = read_responses(client, 4)
+        assert [answer.status for answer in answers] == [200] * 4
+        assert answers[-1].headers["connection"] == "close"
+        assert read_to_end(client) == b""
 
 
 def test_requests_that_do_not_end_in_time_get_503():
