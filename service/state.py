@@ -77,25 +77,26 @@ class Serving:
 
 
 class ByteBudget:
-    """Counts the bytes of request bodies from their arrival until their response. Used on the event loop."""
+    """Counts the bytes that clients keep in memory. Used on the event loop."""
 
-    def __init__(self, maximum: int) -> None:
-        """maximum: bytes of all requests together."""
-        self._maximum = maximum
+    def __init__(self, maximum: int, kept: str) -> None:
+        """maximum: bytes of all requests together. kept: the bytes of what, for the message of an error."""
+        self.maximum = maximum
+        self._kept = kept
         self.taken = 0
 
     def take(self, count: int) -> None:
-        """Count bytes that arrive. Raises QueueFull if they would be too many."""
-        if self.taken + count > self._maximum:
+        """Count bytes as kept. Raises QueueFull if they would be too many."""
+        if self.taken + count > self.maximum:
             raise QueueFull(
-                f"requests with {self.taken} bytes are being answered, and at most {self._maximum} are "
-                "accepted",
+                f"{self.taken} bytes of {self._kept} are kept, and at most {self.maximum} may be; send the "
+                "request again later",
                 retry_after_seconds=1,
             )
         self.taken += count
 
     def give(self, count: int) -> None:
-        """Count bytes of a request that was answered as free."""
+        """Count bytes as free."""
         self.taken -= count
 
 
@@ -134,7 +135,8 @@ class ServiceState:
             max_waiting=settings.max_queue_sequences,
             max_seconds=settings.request_seconds,
         )
-        self.bodies = ByteBudget(settings.max_inflight_bytes)
+        self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
+        self.answers = ByteBudget(settings.max_inflight_bytes, "answers that clients have not read yet")
         self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
         self.metrics.watch_overdue(lambda: self.watchdog.overdue_seconds)
         # None: no text is kept.

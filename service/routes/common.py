@@ -177,6 +177,7 @@ class InferenceRoute(APIRoute):
         if call.holder is not None:
             await call.count_in_quota(call.holder)
         answer = await self._handle(call)
+        call.count_answer(len(answer.content))
         await answer.send(send)
 
 

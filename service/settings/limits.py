@@ -48,7 +48,8 @@ class Limits(Group):
     max_inflight_bytes: int = Field(
         256 * 2**20,
         ge=1,
-        description="Most bytes of all requests that are being answered. Further requests get status 429.",
+        description="Most bytes of the bodies of all requests that are being answered, and as many of large "
+        "answers that clients have not read yet. Further requests get status 429.",
     )
     request_seconds: float = Field(
         60.0,

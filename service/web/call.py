@@ -65,6 +65,7 @@ _SENTENCES = {
     "finite_number": "must be a finite number",
 }
 
+_PART_BYTES = 256 * 1024  # of an answer
 # Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.
 _NAMEABLE_ERRORS = 100
 
@@ -105,7 +106,11 @@ class Answer(NamedTuple):
             *self.headers,
         ]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.content})
+        # In parts, so that the request is in flight until its client has read nearly everything.
+        for first in range(0, max(1, len(self.content)), _PART_BYTES):
+            end = first + _PART_BYTES
+            more = end < len(self.content)
+            await send({"type": "http.response.body", "body": self.content[first:end], "more_body": more})
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +131,7 @@ class Call:
     started: float = field(default_factory=time.perf_counter)
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
+    answer_bytes: int = 0  # that are counted as not read yet
     answered_by: str | None = None  # fingerprint of the model, once it is known
     content_read: bytes | None = None  # the body, if it is read several times
     _seconds: float = float("inf")  # that the request may take; set by `serving`
@@ -208,6 +214,16 @@ class Call:
         if self.content_read is None:
             self.content_read = await self._bytes()
         return self.content_read
+
+    def count_answer(self, size: int) -> None:
+        """Count an answer of this many bytes until it is sent. Raises QueueFull if too many are not read yet.
+
+        The first part of each answer is free, so that only large ones are refused.
+        """
+        answers = self.state.answers
+        counted = min(max(0, size - _PART_BYTES), answers.maximum)
+        answers.take(counted)
+        self.answer_bytes = counted
 
     async def pause(self, seconds: float) -> None:
         """Wait for a short time. Raises ClientGone and DeadlineExceeded."""

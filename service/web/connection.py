@@ -225,12 +225,15 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Note that the client reads more slowly than the server writes."""
         super().pause_writing()
-        self._write_paused_since = self.loop.time()
+        if self._write_paused_since is None:
+            self._write_paused_since = self.loop.time()
 
     def resume_writing(self) -> None:
-        """Note that the client has read nearly everything."""
+        """Note that the client has read nearly everything. All parts of a response share its time."""
         super().resume_writing()
-        self._write_paused_since = None
+        answering = self._answering()
+        if answering is None or not answering.response_started:
+            self._write_paused_since = None
 
     # Called by the parser.
 
@@ -314,6 +317,8 @@ class Connection(HttpToolsProtocol):
         self._has_served = True
         self._since = self.loop.time()
         self._responses.flush()
+        if not self.flow.write_paused:
+            self._write_paused_since = None
         if self.transport.is_closing():
             return
         self.flow.resume_reading()

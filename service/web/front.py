@@ -161,6 +161,7 @@ class Front(FastAPI):
         """Count a request that was answered or given up."""
         state, ended = self._service, time.perf_counter()
         state.bodies.give(call.body_bytes)
+        state.answers.give(call.answer_bytes)
         state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
         if state.finished is not None:
             state.finished.add(_finished(call, ended))

@@ -168,11 +168,34 @@ def test_request_that_is_computed_is_not_cut(hasty):
         assert read_response(client).status == 200
 
 
-def test_client_that_reads_nothing_is_cut(hasty):
+@pytest.mark.parametrize("reads", [0, 16_384])  # bytes at a time
+def test_client_that_reads_nothing_or_slowly_is_cut(hasty, reads):
     # Eight responses of 2 MB, which the buffers of both sockets do not hold.
     request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
     with hasty.connect(receive_buffer=4096) as client, counted(hasty, "slow_reader"):
         client.sendall(request * 8)
+        for _ in range(50 if reads else 0):  # one second
+            time.sleep(0.02)
+            client.recv(reads)
+
+
+def test_large_responses_that_are_not_read_are_bounded_and_in_flight():
+    # Responses of 2 MB, of which the buffers of both sockets hold a few.
+    request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
+    limits = {"max_request_inputs": 4096, "max_queue_sequences": 65536, "max_inflight_bytes": 3 * MIB}
+    with served(**limits) as server:
+        answers = server.server.config.app.state.service.answers
+        with server.connect(receive_buffer=4096) as slow:
+            slow.sendall(request * 8)
+            wait_until(lambda: any(each.flow.write_paused for each in server.connections()))
+            assert MIB < answers.taken < 2 * MIB
+            refused = server.ask(request)
+            assert (refused.status, refused.code) == (429, "queue_full")
+            assert b"not read yet" in refused.body
+            assert server.ask(EMBED).status == 200
+            assert [answer.status for answer in read_responses(slow, 8)] == [200] * 8
+        wait_until(lambda: answers.taken == 0)
+        assert server.ask(request).status == 200
 
 
 # Size.
