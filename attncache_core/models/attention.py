@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from attncache_core import native
 from attncache_core.text.prefix_tree import PrefixTree
@@ -21,8 +21,8 @@ from attncache_core.text.prefix_tree import PrefixTree
 _FLOAT32_BELOW = 80
 # `attend_by_maps` holds at most this many map elements at a time: 256 MB in float32.
 _MAX_MAP_ELEMENTS = 2**26
-# Widest head of torch's attention of packed sequences. Before torch 2.11, that function has no windows.
-_MAX_PACKED_HEAD = 256 if "window_size" in signature(varlen_attn).parameters else 0
+# Widest head of torch's attention of packed sequences.
+_MAX_PACKED_HEAD = 256
 
 # Q, K [n, L, h, d] of n sequences of one length -> maps [n, h, L, L].
 MapsOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -139,7 +139,16 @@ def _runs_packed(query: torch.Tensor, value: torch.Tensor) -> bool:
         and query.shape[-1] == width
         and width <= _MAX_PACKED_HEAD
         and width % 8 == 0
+        and _packed_attention() is not None
     )
+
+
+@cache
+def _packed_attention() -> Callable[..., Any] | None:
+    """Return torch's attention of packed sequences; None before torch 2.11, which has no windows for it."""
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import
+
+    return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
 
 
 def _attend_packed(
@@ -158,7 +167,9 @@ def _attend_packed(
     before, after = (
         -1 if bound is None else bound for bound in (attention_mask.before, attention_mask.after)
     )
-    found = varlen_attn(
+    attend_packed = _packed_attention()
+    assert attend_packed is not None
+    context[rows] = attend_packed(
         query[rows],
         key[rows],
         value[rows],
@@ -169,8 +180,6 @@ def _attend_packed(
         scale=attention_mask.scale,
         window_size=(before, after),
     )
-    assert isinstance(found, torch.Tensor)  # a tuple only with further results
-    context[rows] = found
 
 
 def attend_by_maps(

@@ -110,7 +110,7 @@ def one_by_one(query, key, value, ends, _ends, longest, _longest, *, scale, wind
 def test_attention_of_packed_rows_is_told_their_ends_and_window(bounds, monkeypatch):
     monkeypatch.setattr(native, "kernel", lambda: None)
     monkeypatch.setattr(attention, "_runs_packed", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    monkeypatch.setattr(attention, "_packed_attention", lambda: one_by_one)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
     torch.testing.assert_close(*packed_attention(bounds, 32, "cpu"), atol=2e-2, rtol=0)
 
