@@ -197,6 +197,7 @@ def test_layers_that_cannot_be_dropped_are_refused_in_one_line(tiny_checkpoint, 
     assert_one_line(run(*command, *model_arguments(tiny_checkpoint), *given), words)
 
 
+@pytest.mark.usefixtures("forked_peers")
 def test_engine_is_timed_without_what_is_dropped(tiny_checkpoint, pruned):
     dropped = {"quantization": None, "drop_attention": "1", "drop_block": "2"}
     worker = Worker("attncache fp32", {"model": str(tiny_checkpoint.folder), **dropped}, 1, [])

@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 from forked import fresh
 
 from benchmarks.measuring import worker
@@ -44,3 +46,10 @@ class ForkedPeer:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a peer", timeout)
         return self._process.exitcode
+
+
+@pytest.fixture
+def forked_peers(monkeypatch):
+    """Start the processes of peers in milliseconds."""
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPeer})
+    monkeypatch.setattr(worker, "subprocess", forking)
