@@ -20,11 +20,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, StrangenessLimit
-from attncache_core.reuse.maps.policy_state import (
-    ServedPolicy,
-    Tightened,
-    forget_tightened,
-)
+from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened, forget_tightened
 from attncache_core.reuse.maps.verification import Band, Window, windows_of
 from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.files import locked
