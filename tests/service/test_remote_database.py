@@ -36,11 +36,6 @@ def store():
 
 
 @pytest.fixture
-def root(tiny_database, tmp_path):
-    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-
-
-@pytest.fixture
 def other(tiny_prototypes_database, tmp_path):
     return Path(shutil.copytree(tiny_prototypes_database, tmp_path / "other.db"))
 

@@ -11,6 +11,7 @@ from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_http import request_and_leave
+from running import Clock
 
 from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
@@ -27,13 +28,6 @@ pytestmark = pytest.mark.anyio
 TTL = 100.0
 WINDOW = 64  # tokens of the fake engine; a token is a character
 REUSE_OFF = {"X-AttnCache-Reuse": "off"}
-
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
 
 
 def app_of(client):
