@@ -121,10 +121,6 @@ def test_kept_steps_hold_at_the_next_start(tmp_path, steps):
     assert ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
 
 
-def test_without_kept_steps_the_calibrated_policy_holds(tmp_path):
-    assert ServedPolicy(tmp_path, POLICY).policy == POLICY
-
-
 def test_hits_are_kept_after_a_restart_and_new_hits_are_added(tmp_path):
     assert ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.25, float("nan")]})
     again = ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.5]})

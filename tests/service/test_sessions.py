@@ -419,16 +419,6 @@ async def keep(sessions, name, tokens=1):
     await sessions.keep(key(name), await sessions.history(key(name)), history_of(tokens))
 
 
-async def test_least_recently_used_sessions_leave_first():
-    sessions = sessions_with(max_sessions=3)
-    for name in "abc":
-        await keep(sessions, name)
-    assert await sessions.history(key("a")) is not None
-    await keep(sessions, "d")
-    assert [name for name in "abcd" if await sessions.history(key(name))] == ["a", "c", "d"]
-    assert (await sessions.count(), sessions.distinct) == (3, 4)
-
-
 async def test_memory_is_bounded_and_freed():
     clock = Clock()
     sessions = sessions_with(clock, capacity_bytes=80_000)
