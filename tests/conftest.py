@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from core_models import random_text, write_model, write_sentence_transformer
 from core_reference import Reference
+from forked_peer import forked_peers  # noqa: F401 - a fixture
 from hypothesis import HealthCheck, settings
 from recorded import recorded  # noqa: F401 - a fixture
 

@@ -180,10 +180,7 @@ DECODERS = {
     "llama-llama3": decoder(LlamaConfig, GROUPED | {"rope_parameters": LLAMA3}),
     "llama-yarn": decoder(LlamaConfig, GROUPED | {"rope_parameters": YARN}),
     # Options that only other families read.
-    "llama-leftovers": decoder(
-        LlamaConfig,
-        GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0},
-    ),
+    "llama-leftovers": decoder(LlamaConfig, GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0}),
     "llama-both-ways": decoder(LlamaConfig, GROUPED | {"is_causal": False}),
     "mistral": decoder(MistralConfig, GROUPED | {"sliding_window": None}),
     "mistral-window-narrow-heads": decoder(MistralConfig, GROUPED | {"sliding_window": 4, "head_dim": 6}),

@@ -172,9 +172,7 @@ def write_modernbert_tokenizer(folder: Path) -> int:
 
 def _byte_level_trainer() -> trainers.BpeTrainer:
     return trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
 
 

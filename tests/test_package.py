@@ -31,11 +31,7 @@ def test_importing_the_engine_loads_nothing_of_the_service():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ({}, "3000 None"),
-        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
-        ({"OMP_WAIT_POLICY": "active"}, "None active"),
-    ],
+    [({}, "3000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "active"}, "None active")],
     ids=["nothing-set", "count-set", "policy-set"],
 )
 def test_waiting_threads_sleep_soon_unless_the_operator_says_otherwise(given, expected):

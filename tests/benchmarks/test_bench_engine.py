@@ -1,7 +1,6 @@
 """`python -m benchmarks engine` measures other engines at their best, and says why an engine is left out."""
 
 import importlib.util
-import os
 import time
 from pathlib import Path
 
@@ -32,11 +31,10 @@ def without_peers(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(
             f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
         )
-    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.usefixtures("without_peers")
+@pytest.mark.usefixtures("without_peers", "forked_peers")
 def test_command_names_the_absent_engines_and_measures_the_others(monkeypatch):
     monkeypatch.setattr("benchmarks.measuring.engine.SHAPES", ((2, 8), (1, 6)))
     absent = {"openvino fp32": "openvino", "ctranslate2 int8": "ctranslate2"}
@@ -59,6 +57,7 @@ def reference():
     worker.close()
 
 
+@pytest.mark.usefixtures("forked_peers")
 # A trained model, because int8 changes random weights more. Other texts have cosines far below the bounds.
 @pytest.mark.parametrize(
     ("peer", "libraries", "least"),

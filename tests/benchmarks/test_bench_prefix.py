@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 
 import numpy as np
 import pytest
@@ -47,6 +46,7 @@ def run(*arguments: object):
     return CliRunner().invoke(main, [*shared, *map(str, arguments)], env={"COLUMNS": "200"})
 
 
+@pytest.mark.usefixtures("forked_peers")
 def test_command_reports_every_method_and_a_peer_alone_and_in_batches(llama, tmp_path):
     file = tmp_path / "report.json"
     options = ("--prefix-tokens", 40, "--text-tokens", 9, "--batch", 4, "--memory-bytes", 1 << 20)
@@ -253,12 +253,13 @@ def test_llama_cpp_runs_the_same_model(rope, tmp_path):
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.usefixtures("forked_peers")
 def test_peer_without_its_library_is_left_out_with_the_remedy(llama, tmp_path, monkeypatch):
     for name in ("llama_cpp", "gguf"):
         (tmp_path / f"{name}.py").write_text(
             f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
         )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
     options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "llama.cpp")
     result = run("--model", llama, *options)
     assert "llama.cpp cache fp32 is left out" in result.stderr

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from core_models import random_sequences, random_text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core import AttentionDatabase, InvalidInput
+from attncache_core import AttentionDatabase, BuildOptions, InvalidInput
 from attncache_core.evaluation.tasks import full_outputs
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from benchmarks.__main__ import main
-from benchmarks.commands import figures
+from benchmarks.commands import drift, figures
 from benchmarks.measuring.drift import Arm, Total, should_renew
 from benchmarks.measuring.hit_costs import HitCosts, LengthCosts, LengthCount
 from benchmarks.measuring.month import Reservoir, month, shares_of_topics
@@ -175,7 +176,8 @@ def arguments(tiny_checkpoint, tmp_path_factory):
     )
 
 
-def test_month_serves_three_databases_continues_and_refuses_another_month(arguments, tmp_path):
+def test_month_serves_three_databases_continues_and_refuses_another_month(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(drift, "BuildOptions", partial(BuildOptions, training_steps=20))
     done = run(tmp_path, *arguments, "--json", tmp_path / "report.json")
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text("utf-8"))

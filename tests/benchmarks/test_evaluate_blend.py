@@ -18,13 +18,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from benchmarks.__main__ import main
-from benchmarks.papers.blend_cases import (
-    Labelled,
-    Question,
-    example_cases,
-    question_cases,
-    read_questions,
-)
+from benchmarks.papers.blend_cases import Labelled, Question, example_cases, question_cases, read_questions
 from benchmarks.papers.blending import (
     MAP_RERANK,
     PREFIX_CACHING,

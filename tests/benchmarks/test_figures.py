@@ -48,7 +48,7 @@ def test_figure_stands_in_its_block_beside_its_command_and_is_not_measured_again
 
 
 def test_command_that_fails_is_named_and_leaves_the_page(folders, capsys):
-    broken = Figure("page.md", "tiny", "index --vectors none", product.index)
+    broken = Figure("page.md", "tiny", "nothing", product.index)
     assert not write_figures([broken], folders, again=False)
     assert page(folders) == PAGE
     assert "tiny failed with exit code 2; page.md is unchanged" in capsys.readouterr().out

@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 
 from attncache_core import InvalidInput
 from benchmarks.__main__ import main
-from benchmarks.measuring.fleet import (
-    ROUTES,
-    Ring,
-    Simulation,
-    Traffic,
-    draw_requests,
-    simulate,
-)
+from benchmarks.measuring.fleet import ROUTES, Ring, Simulation, Traffic, draw_requests, simulate
 from benchmarks.measuring.fleet_replay import Cluster, measured_fleet, replay
 from benchmarks.measuring.fleet_servers import Event, EventKind, Fleet, Request, Server, Store, Tier
 

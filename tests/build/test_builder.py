@@ -163,11 +163,7 @@ def test_impossible_budget_leaves_hits_to_recorded_texts(tiny_engine, tiny_corpu
 
 @pytest.mark.parametrize(
     ("heads", "reused", "stored"),
-    [
-        ("all", (4, 4, 4), (4, 4, 4)),
-        ("layers:0,2", (4, 0, 4), (4, 0, 4)),
-        ("5", None, (4, 4, 4)),
-    ],
+    [("all", (4, 4, 4), (4, 4, 4)), ("layers:0,2", (4, 0, 4), (4, 0, 4)), ("5", None, (4, 4, 4))],
 )
 def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_path, heads, reused, stored):
     database = build(tiny_engine, few_texts, tmp_path / "a.db", heads=heads, threshold=0.875)
@@ -337,12 +333,7 @@ FOREIGN = "the write errors of safetensors and Faiss are not OSError"
 
 
 @pytest.mark.parametrize(
-    "stage",
-    [
-        "measuring heads",
-        pytest.param("training the projector"),
-        pytest.param("measuring masks"),
-    ],
+    "stage", ["measuring heads", pytest.param("training the projector"), pytest.param("measuring masks")]
 )
 def test_disk_that_fills_up_is_an_error_of_one_line_and_the_build_resumes(
     tiny_engine, tiny_corpus, tmp_path, stage
@@ -367,15 +358,7 @@ def test_corpus_of_fewer_than_two_texts_is_refused(tiny_engine, tmp_path, texts)
         build(tiny_engine, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db")
 
 
-@pytest.mark.parametrize(
-    "heads",
-    [
-        "layers:9",
-        "some",
-        pytest.param("0"),
-        pytest.param("13"),
-    ],
-)
+@pytest.mark.parametrize("heads", ["layers:9", "some", pytest.param("0"), pytest.param("13")])
 def test_heads_that_the_model_does_not_have_are_refused_before_the_build_computes(
     tiny_engine, few_texts, tmp_path, heads
 ):

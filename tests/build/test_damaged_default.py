@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+from forked import forked
 
 from attncache_core import CorruptDatabase, InvalidInput, open_default_database, set_damaged_aside
 from attncache_core.build.default import default_database_folder
@@ -116,15 +115,8 @@ def test_only_the_last_damaged_database_is_kept(tiny_checkpoint, tiny_database, 
 
 def test_only_one_of_several_processes_sets_the_database_aside(tiny_checkpoint, cache, folder):
     (folder / "manifest.json").unlink()
-    program = (
-        "import sys; from pathlib import Path;"
-        "from attncache_core import find_checkpoint, set_damaged_aside;"
-        "print(set_damaged_aside(find_checkpoint(sys.argv[1]), Path(sys.argv[2])))"
-    )
-    command = [sys.executable, "-c", program, str(tiny_checkpoint.folder), str(cache)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = sorted(process.communicate(timeout=120)[0].strip() for process in processes)
-    assert [process.returncode for process in processes] == [0, 0]
+    others = [forked(set_damaged_aside, tiny_checkpoint, cache) for _ in range(2)]
+    told = sorted(str(told_by_other()) for told_by_other in others)
     assert told[0].startswith(f"{folder}.damaged-")
     assert told[1] == "None"
     assert len(list(folder.parent.glob("*damaged*"))) == 1

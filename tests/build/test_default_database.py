@@ -3,16 +3,20 @@
 import stat
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from attncache_core.build import default
+from attncache_core.build.builder import build_database
 from attncache_core.build.default import (
     _STAGE_BEGINS,
     build_default_database,
     default_database_folder,
     share_done,
 )
+from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -37,10 +41,13 @@ def built(tiny_checkpoint, tmp_path_factory):
         folders.append(folder)
 
     servers = [threading.Thread(target=start) for _ in range(2)]
-    for server in servers:
-        server.start()
-    for server in servers:
-        server.join()
+    with pytest.MonkeyPatch.context() as patch:
+        few_steps = BuildOptions(training_steps=20)
+        patch.setattr(default, "build_database", partial(build_database, options=few_steps))
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.join()
     assert len(folders) == 2
     assert folders[0] == folders[1]
     assert (

@@ -80,6 +80,14 @@ def tighten(root):
     merge_tightened(database.folder, policy, Tightened(steps))
 
 
+def stop_before_the_decision(monkeypatch, load, root, texts=None):
+    """Renew, and fail when the next generation is built and measured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, texts, min_gain=0)
+
+
 def test_tightened_database_is_renewed(root, load, texts):
     tighten(root)
     renewed = renew_database(load, root, texts, min_gain=0)
@@ -188,10 +196,7 @@ def test_stopped_renewal_goes_on_with_what_was_built(root, load, texts, monkeypa
 
 def test_build_that_was_half_removed_is_built_again(root, load, texts, monkeypatch):
     tighten(root)
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            renew_database(load, root, texts, min_gain=0)
+    stop_before_the_decision(monkeypatch, load, root, texts)
     (root / ".renewal" / "000001" / "key").unlink()
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
     assert AttentionDatabase.open(root).verify() == []
@@ -199,10 +204,7 @@ def test_build_that_was_half_removed_is_built_again(root, load, texts, monkeypat
 
 def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch):
     tighten(root)
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            renew_database(load, root, texts, min_gain=0)
+    stop_before_the_decision(monkeypatch, load, root, texts)
     built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
     renew_database(load, root, texts[1:], min_gain=0)
     assert AttentionDatabase.open(root).manifest.id != built
@@ -340,44 +342,27 @@ def test_a_tenth_of_each_client_is_held_out(clients, few):
 def test_stopped_renewal_with_damaged_texts_begins_anew(root, load, texts, tiny_engine, monkeypatch):
     tighten(root)
     sample(root, tiny_engine.tokenize(texts))
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            renew_database(load, root, min_gain=0)
+    stop_before_the_decision(monkeypatch, load, root)
     path = root / ".renewal" / "sampled.log"
     path.write_bytes(path.read_bytes()[:-100])
     assert renew_database(load, root, min_gain=0).result is Result.PUBLISHED
 
 
-def test_stopped_renewal_goes_on_with_the_texts_of_its_sample(root, load, texts, tiny_engine, monkeypatch):
-    tighten(root)
-    sequences = tiny_engine.tokenize(texts)
-    sample(root, sequences)
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            renew_database(load, root, min_gain=0)
-    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
-    sample(root, sequences[:9], asked_at=10**6)
-    assert renew_database(load, root, min_gain=0).result is Result.PUBLISHED
-    assert AttentionDatabase.open(root).manifest.id == built
-
-
-def test_texts_of_a_renewal_that_was_stopped_days_ago_are_not_used(
-    root, load, texts, tiny_engine, monkeypatch
+@pytest.mark.parametrize("days_ago", [False, True])
+def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_days_old(
+    root, load, texts, tiny_engine, monkeypatch, days_ago
 ):
     tighten(root)
     sequences = tiny_engine.tokenize(texts)
     sample(root, sequences)
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            renew_database(load, root, min_gain=0)
+    stop_before_the_decision(monkeypatch, load, root)
     built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
-    os.utime(root / ".renewal" / "sampled.log", (0, 0))
+    if days_ago:
+        os.utime(root / ".renewal" / "sampled.log", (0, 0))
     sample(root, sequences[:9], asked_at=10**6)
-    renew_database(load, root, min_gain=0)
-    assert AttentionDatabase.open(root).manifest.id != built
+    renewed = renew_database(load, root, min_gain=0)
+    assert days_ago or renewed.result is Result.PUBLISHED
+    assert (AttentionDatabase.open(root).manifest.id == built) != days_ago
 
 
 def test_folder_without_a_sample_is_refused(root, load):

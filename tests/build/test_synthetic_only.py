@@ -50,7 +50,7 @@ def test_database_is_whole_and_holds_means_alone(database):
     assert database.verify() == []
     names = sorted(path.name for path in database.folder.iterdir())
     assert [name for name in names if not name.startswith("familiarity-")] == [
-        *("key", "manifest.json", "maps", "projector.safetensors", "prototypes.safetensors"),
+        *("key", "manifest.json", "maps", "projector.safetensors", "prototypes.safetensors")
     ]
     assert database.manifest.records == {}
     assert database.manifest.prototypes.keys() == database.search.store.segments.keys()

@@ -200,11 +200,7 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
 
 @pytest.mark.parametrize(
     ("avx512", "amx", "expected"),
-    [
-        (False, False, torch.float32),
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-    ],
+    [(False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)],
 )
 def test_auto_dtype_is_bfloat16_if_the_processor_supports_it(monkeypatch, avx512, amx, expected):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)

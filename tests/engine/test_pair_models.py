@@ -22,12 +22,7 @@ from pair_models import (
     write_qwen3_reranker,
 )
 from sentence_transformers import CrossEncoder
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from attncache_core import KeyValueOptions, PrefillEngine, Template, class_scores
 from attncache_core.checkpoints.checkpoint import Quantization

@@ -66,12 +66,7 @@ def test_accuracy_agreement_and_hits_equal_those_of_single_texts(engine, texts, 
     assert each > 1
     task = ClassificationTask("intents", engine, sequences, truth)
     methods = PaperMethods(
-        engine,
-        engine.checkpoint,
-        AttentionDatabase.open(database),
-        (),
-        dtype="float32",
-        labels=task.labels,
+        engine, engine.checkpoint, AttentionDatabase.open(database), (), dtype="float32", labels=task.labels
     )
     full, reusing = compare(
         {name: methods.make(name) for name in ("full", "attncache")},

@@ -9,10 +9,7 @@ from scipy.special import softmax
 from attncache_core.heads.decisions import class_scores
 
 
-@given(
-    arrays(np.float32, (3, 4), elements=st.floats(-50, 50, width=32)),
-    st.floats(0.01, 10),
-)
+@given(arrays(np.float32, (3, 4), elements=st.floats(-50, 50, width=32)), st.floats(0.01, 10))
 def test_class_scores_are_scipys_softmax_of_the_divided_logits(logits, temperature):
     scores = class_scores(logits, temperature)
     np.testing.assert_allclose(scores, softmax(logits.astype(np.float64) / temperature, axis=-1), atol=1e-6)

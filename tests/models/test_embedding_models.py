@@ -187,10 +187,7 @@ def test_dense_modules_follow_pooling_that_continues(copied, pooling):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (
-            {"activation_function": "torch.nn.Softsign"},
-            "the activation_function of .* is not supported",
-        ),
+        ({"activation_function": "torch.nn.Softsign"}, "the activation_function of .* is not supported"),
         ({"activation_function": "os.Tanh"}, "the activation_function of .* is not supported"),
         ({"activation_function": None}, "the activation_function of .* is not supported"),
         ({"use_residual": True}, "not a plain layer on pooled vectors"),
@@ -219,9 +216,7 @@ def test_pickled_weights_of_a_dense_module_are_never_opened(copied):
 
 
 @pytest.mark.parametrize(
-    "paths",
-    [["2_Dense"], ["1_Pooling", "9_Normalize", "2_Dense"], ["2_Dense", "1_Pooling"]],
-    ids="+".join,
+    "paths", [["2_Dense"], ["1_Pooling", "9_Normalize", "2_Dense"], ["2_Dense", "1_Pooling"]], ids="+".join
 )
 def test_modules_in_another_order_are_refused(copied, paths):
     folder = dense_modules(copied("bge-m3"), ((64, 40), {}))

@@ -1,25 +1,18 @@
 """Run batches in a thread while the database's files are damaged, as a process of test_failing_storage.
 
-    python serving_from_failing_storage.py MODEL SEQUENCES [COMPUTING DATABASE]...
-
-SEQUENCES is a JSON file of recorded token sequences. Ends with code 0 if the engines answered to the end and
-every answer was the full model's; prints the lengths whose segments each engine lost.
+The process ends with code 0 if the engines answered to the end and every answer was the full model's.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from core_models import attention_by, prefill
 from core_reference import SIXTEEN_BITS
 
@@ -31,7 +24,17 @@ RECORDS_START = 2 * 4096
 BATCHES_AFTER_A_FAULT = 5
 
 
-def main(model: Path, folder: Path, sequences: list[list[int]]) -> None:
+def serve_by_all(
+    model: Path, folders: dict[str, Path], sequences: list[list[int]], lost: Connection, log: Path
+) -> None:
+    """Serve with each way of computing, and send the lengths whose segments it lost. log: gets errors."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    for computing, folder in folders.items():
+        with attention_by(computing):
+            lost.send(lost_lengths(model, folder, sequences))
+
+
+def lost_lengths(model: Path, folder: Path, sequences: list[list[int]]) -> list[int]:
     database = AttentionDatabase.open(folder, threshold=1.0)
     engine = PrefillEngine.load(read_checkpoint(model), database=database, dtype="float32")
     full = prefill(engine, sequences, reuse=False).outputs
@@ -65,7 +68,7 @@ def main(model: Path, folder: Path, sequences: list[list[int]]) -> None:
         thread.join()
     for result in results:
         np.testing.assert_allclose(result.outputs, full, atol=SIXTEEN_BITS)
-    print("lost", *sorted(length for result in results for length in result.lost_lengths))
+    return sorted(length for result in results for length in result.lost_lengths)
 
 
 def overwrite(maps: Path) -> None:
@@ -91,10 +94,3 @@ def cut(maps: Path) -> None:
 
 def delete(maps: Path) -> None:
     shutil.rmtree(maps.parent)
-
-
-if __name__ == "__main__":
-    model, sequences, *engines = sys.argv[1:]
-    for computing, folder in zip(engines[::2], engines[1::2], strict=True):
-        with attention_by(computing):
-            main(Path(model), Path(folder), json.loads(Path(sequences).read_text()))

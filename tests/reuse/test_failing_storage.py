@@ -4,12 +4,10 @@ The faults are real: files are changed on disk, some of them in the middle of a 
 sequences, so every answer must be the full model's answer to 16-bit precision, with or without a hit.
 """
 
-import json
 import mmap
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,8 @@ import pytest
 import torch
 from core_models import attention_by, prefill
 from core_reference import SIXTEEN_BITS
+from forked import fresh
+from serving_from_failing_storage import serve_by_all
 
 from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
@@ -429,25 +429,17 @@ def test_scrub_of_a_truncated_file_loses_the_segment_and_reports_no_record(
 
 # An engine under load in a separate process.
 
-SCRIPT = Path(__file__).with_name("serving_from_failing_storage.py")
-
 
 def test_engine_under_load_survives_every_fault_and_gives_no_wrong_answer(
     tiny_checkpoint, tiny_database, recorded, tmp_path
 ):
-    (tmp_path / "sequences.json").write_text(json.dumps(recorded), encoding="utf-8")
-    arguments = [tiny_checkpoint.folder, tmp_path / "sequences.json"]
-    for computing in READERS:
-        arguments += [computing, shutil.copytree(tiny_database, tmp_path / computing)]
-    ended = subprocess.run(
-        [sys.executable, *map(str, (SCRIPT, *arguments))],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == ["lost 6 8" if guard() else "lost"] * len(READERS)
+    folders = {by: shutil.copytree(tiny_database, tmp_path / by) for by in READERS}
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    log = tmp_path / "log"
+    serving = fresh(serve_by_all, tiny_checkpoint.folder, folders, recorded, sending, log)
+    serving.join(180)
+    assert (serving.exitcode, log.read_text(encoding="utf-8")) == (0, "")
+    assert [receiving.recv() for _ in READERS] == [[6, 8] if guard() else []] * len(READERS)
 
 
 @mapped_records

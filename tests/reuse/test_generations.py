@@ -1,18 +1,16 @@
 """A renewed database: which generation serves, what is kept, and what a kill at any moment leaves."""
 
-import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from core_models import random_text
+from forked import is_killed
 from generations import renew
+from killed_renewals import build_and_renew, killed_after, sample
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
@@ -278,44 +276,16 @@ def test_decision_that_was_damaged_on_the_disk_is_not_done(root, tiny_prototypes
     assert not (root / ".renewal").exists()
 
 
-@pytest.fixture
-def in_a_killed_process():
-    """Return a function that renews or rolls back in a process that is killed after a number of calls.
-
-    The function returns whether the process was killed, and did not end before.
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    script = Path(__file__).with_name("killed_renewals.py")
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-
-        def run(function, arguments, calls):
-            print(json.dumps([function, list(map(str, arguments)), calls]), file=process.stdin, flush=True)
-            code = int(process.stdout.readline())
-            assert code in (0, -signal.SIGKILL)
-            return code != 0
-
-        yield run
-        process.stdin.close()
-
-
-def test_kills_at_any_moment_leave_a_whole_generation(
-    root, tiny_database, tiny_prototypes_database, in_a_killed_process
-):
+def test_kills_at_any_moment_leave_a_whole_generation(root, tiny_database, tiny_prototypes_database):
     chance, builds = random.Random(0), (tiny_database, tiny_prototypes_database)
     held, killed, ids = AttentionDatabase.open(root), 0, {0: id_of(tiny_database)}
     while killed < KILLS:
         result = chance.choice([Result.PUBLISHED, Result.PUBLISHED, Result.REFUSED])
-        work = ["renew", [root, chance.choice(builds), result.value]]
+        work = (renew, root, chance.choice(builds), result)
         if kept(root)[0] < number_of(root) and chance.random() < 0.3:
-            work = ["roll_back", [root]]
+            work = (roll_back, root)
         # A renewal makes up to 80 of these calls, and more if it finishes another one.
-        killed += in_a_killed_process(*work, chance.randint(1, 80))
+        killed += is_killed(killed_after, chance.randint(1, 80), *work)
         database = AttentionDatabase.open(root)
         assert database.verify() == []
         number = database.generation.number
@@ -341,7 +311,7 @@ def test_kills_at_any_moment_leave_a_whole_generation(
 
 @pytest.mark.usefixtures("fixed_costs")
 def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
-    tiny_engine, tiny_checkpoint, tiny_corpus, tmp_path, in_a_killed_process
+    tiny_engine, tiny_checkpoint, tiny_corpus, tmp_path
 ):
     root, corpus = tmp_path / "a.db", tmp_path / "asked.txt"
     options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
@@ -352,8 +322,8 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     random_words = np.random.default_rng(99)
     texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 80)]
     corpus.write_text("\n".join(texts), encoding="utf-8")
-    work, calls = ("build_and_renew", [root, tiny_checkpoint.folder, corpus]), 8
-    while in_a_killed_process(*work, calls):
+    work, calls = (build_and_renew, root, tiny_checkpoint.folder, corpus), 8
+    while is_killed(killed_after, calls, *work):
         database = AttentionDatabase.open(root)
         assert database.verify() == []
         assert database.generation.number in (0, 1)
@@ -364,11 +334,11 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]
 
 
-def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path, in_a_killed_process):
+def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path):
     chance, synced = random.Random(0), tmp_path / "synced"
     synced.write_text("0", encoding="utf-8")
     for _ in range(KILLS):
-        assert in_a_killed_process("sample", [tmp_path, synced], chance.randint(1, 80))
+        assert is_killed(killed_after, chance.randint(1, 80), sample, tmp_path, synced)
         number = int(synced.read_text(encoding="utf-8"))
         assert len(left_unfinished(sample_folder(tmp_path))) <= 1  # of the last kill
         read = {text.token_ids[0]: text.asked_at // TIME_STEP_SECONDS for text in read_sample(tmp_path)}

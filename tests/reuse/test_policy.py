@@ -288,13 +288,7 @@ def test_groups_in_another_than_ascending_order_are_refused(longest):
 
 @pytest.mark.parametrize(
     ("xs", "ys"),
-    [
-        ((0.5,), ()),
-        ((), (0.5,)),
-        ((0.5, 0.4), (0.2, 0.1)),
-        ((0.4, 0.5), (0.1,)),
-        ((0.4, 0.5), (0.1, 0.2)),
-    ],
+    [((0.5,), ()), ((), (0.5,)), ((0.5, 0.4), (0.2, 0.1)), ((0.4, 0.5), (0.1,)), ((0.4, 0.5), (0.1, 0.2))],
 )
 def test_points_that_do_not_make_a_falling_curve_are_refused(xs, ys):
     with pytest.raises(ValueError, match="a curve needs"):

@@ -20,11 +20,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, StrangenessLimit
-from attncache_core.reuse.maps.policy_state import (
-    ServedPolicy,
-    Tightened,
-    forget_tightened,
-)
+from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened, forget_tightened
 from attncache_core.reuse.maps.verification import Band, Window, windows_of
 from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.files import locked
@@ -123,10 +119,6 @@ def test_kept_steps_hold_at_the_next_start(tmp_path, steps):
             served.tighten(index if index < 3 else None)
     served.keep({})
     assert ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
-
-
-def test_without_kept_steps_the_calibrated_policy_holds(tmp_path):
-    assert ServedPolicy(tmp_path, POLICY).policy == POLICY
 
 
 def test_hits_are_kept_after_a_restart_and_new_hits_are_added(tmp_path):

@@ -164,9 +164,7 @@ def table_of(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("record", "kind"),
-    [(0, 1), (RECORDS - 1, 2), (RECORDS, 0), (RECORDS, 1), (-1, 2), (-1, 9)],
-    ids=str,
+    ("record", "kind"), [(0, 1), (RECORDS - 1, 2), (RECORDS, 0), (RECORDS, 1), (-1, 2), (-1, 9)], ids=str
 )
 def test_record_with_another_kind_than_in_the_prototypes_is_refused(folder, record, kind):
     table = table_of(folder)

@@ -5,7 +5,7 @@ import math
 from contextlib import asynccontextmanager
 
 import numpy as np
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import strategies as st
 
 from attncache_core.checkpoints.template import Template
@@ -54,6 +54,22 @@ async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
     while batcher.waiting_requests < count:
         await asyncio.sleep(0.0005)
+
+
+@asynccontextmanager
+async def full_queue(engine):
+    """Yield a client of a server that computes one text, while two texts wait and no other one may."""
+    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
+    async with serving(engine, **limits) as client:
+        engine.may_run.clear()
+        running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
+        await asyncio.to_thread(engine.runs.acquire)
+        running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
+        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        yield client
+        engine.may_run.set()
+        await asyncio.gather(*running)
 
 
 def assert_result_of(texts, result):

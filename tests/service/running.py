@@ -41,6 +41,15 @@ def running(folder, adapted=lambda app: app, key_values=None, **settings):
             listener.close()
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
 def samples(text):
     """Return a dictionary: (name, label value, ...) -> value."""
     return {

@@ -15,10 +15,12 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from fake_engine import FakeEngine, texts_of
 
@@ -26,6 +28,7 @@ import service
 from attncache_core import ModelNotFound
 from service.cli import main as attncache
 from service.commands.serve import configure_logging
+from service.loading import rebuild
 from service.settings import Settings
 from service.web.listeners import open_listeners
 from service.workers.supervisor import serve_with_workers
@@ -61,6 +64,44 @@ def serve(manner, options):
     sys.exit(f"failed with {type(failure).__name__}")
 
 
+class ForkedBuilder:
+    """What a server uses of its builder: a fork from before the server ran anything.
+
+    Its imports are those of this process. It waits until it is told what to do.
+    """
+
+    def __init__(self):
+        (read, write), (heard, told) = os.pipe(), os.pipe()
+        self.pid, self.returncode = os.fork(), None
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            os.dup2(read, 0)
+            os.dup2(told, 1)
+            for pipe in (read, write, heard, told):
+                os.close(pipe)
+            sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+            if job := sys.stdin.readline().strip():
+                sys.argv[1:] = [job]
+                rebuild.main()
+            sys.stdout.flush()
+            os._exit(0)
+        os.close(read)
+        os.close(told)
+        self.stdin, self.stdout = os.fdopen(write, "w"), os.fdopen(heard)
+
+    def begin(self, command):
+        print(command[-1], file=self.stdin)
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stdout.close()
+        self.stdin.close()
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 def hang_loop(*_):
     time.sleep(HANG_SECONDS)
 
@@ -75,6 +116,11 @@ def run(folder, name, manner, settings):
     (folder / name).mkdir()
     tempfile.tempdir = str(folder / name)
     if manner == "command":
+        if settings.get("forks_builder"):
+            builder = ForkedBuilder()
+            rebuild.subprocess = SimpleNamespace(
+                PIPE=subprocess.PIPE, Popen=lambda *command, **_: builder.begin(*command)
+            )
         os.chdir(settings["folder"])
         os.environ["PYTHONPATH"] = str(Path(service.__file__).parents[1])
         attncache(settings["arguments"])

@@ -4,8 +4,6 @@ import csv
 import errno
 import json
 import os
-import signal
-import subprocess
 import sys
 from itertools import count, takewhile
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 from command_line import PRIVATE, model_arguments, run, succeeded
 from core_decoders import write_llama
 from core_models import damage_weights, random_text, write_model, write_sentence_transformer
+from forked import is_killed
+from killed_transfers import run_until_killed
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
 from attncache_core.checkpoints.description import read_checkpoint
@@ -25,7 +25,6 @@ from service.bulk.computing import Computing, embedding
 from service.bulk.rows import open_rows
 
 ROWS_PER_CHUNK = 8
-SCRIPT = Path(__file__).with_name("run_killed.py")
 
 
 @pytest.fixture(autouse=True)
@@ -224,12 +223,7 @@ def test_killed_run_continues_with_the_same_bytes(tiny_checkpoint, tmp_path, sou
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
     # Killed while the third chunk is half written.
-    killed = subprocess.run(
-        [sys.executable, str(SCRIPT), str(ROWS_PER_CHUNK), "3", *map(str, arguments)],
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert is_killed(run_until_killed, ROWS_PER_CHUNK, 3, list(map(str, arguments)))
     assert left_files(tmp_path) == ["out.npy.partial", "out.npy.progress"]
     assert (tmp_path / "out.npy.partial").stat().st_size == 128 + (16 + 4) * 32 * 4
     succeeded(run(*arguments))

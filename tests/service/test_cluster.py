@@ -12,10 +12,9 @@ import time
 from collections import Counter
 
 import aiohttp
-import httpx
 import pytest
 from core_models import write_sentence_transformer
-from entrance import NameServer, entrances, free_port
+from entrance import NameServer, entrances, free_port, get, post
 from raw_http import wait_until
 from valkeys import running_valkey
 
@@ -25,7 +24,7 @@ TURNS = 4
 TIMES = int(os.environ.get("CLUSTER_EVENTS", "1"))
 TEXTS = [f"my {word} was {number}" for word in ("card", "bank", "transfer") for number in range(40)]
 HOSTS = ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
-DELAY = 1.5
+DELAY = 0.6
 
 
 def turns_of(number):
@@ -71,7 +70,7 @@ class Cluster:
 
     def answered(self, host):
         """Return how many requests this server has answered."""
-        lines = httpx.get(f"http://{host}:{self.port}/metrics").text.splitlines()
+        lines = get(f"http://{host}:{self.port}/metrics").text.splitlines()
         name = 'attncache_requests_total{route="/embed",status="200"} '
         return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
 
@@ -188,7 +187,7 @@ def expected(cluster):
     """The vector of each text and of each conversation, by one server."""
 
     def computed(**body):
-        return httpx.post(f"http://{HOSTS[0]}:{cluster.port}/embed", json=body, timeout=60).json()
+        return post(f"http://{HOSTS[0]}:{cluster.port}/embed", json=body, timeout=60).json()
 
     found = dict(zip(TEXTS, computed(inputs=TEXTS), strict=True))
     for number in range(TALKING):

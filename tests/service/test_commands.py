@@ -4,24 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 
-from attncache_core import AttentionDatabase, BuildOptions, LinearClassifier, PrefillEngine
+from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.text.token_batch import pack
-from service.commands import build as build_command
 
-
-@pytest.fixture(scope="module", autouse=True)
-def few_steps():
-    """Train the projector for a few steps only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
-        yield
+pytestmark = pytest.mark.usefixtures("few_steps")
 
 
 @pytest.fixture(scope="module")

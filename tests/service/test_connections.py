@@ -261,8 +261,9 @@ def test_body_in_chunks_of_one_byte_is_served(server):
     assert server.ask(post_chunked(*chunks) + b"0\r\n\r\n").status == 200
 
 
-def test_body_that_is_not_read_is_held_back_in_the_client(server):
+def test_body_that_is_not_read_is_held_back_in_the_client(server, monkeypatch):
     """The app does not read the body of GET /health, and the client could send it for ever."""
+    monkeypatch.setattr("service.web.connection._LINGER_SECONDS", 0.3)
     request = post(b"", path=b"/health").replace(b"Content-Length: 0", b"Content-Length: %d" % (64 * MIB))
     with server.connect() as client:
         client.sendall(request)

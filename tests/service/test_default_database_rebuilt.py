@@ -45,14 +45,17 @@ def folder(tiny_checkpoint, tiny_database, tmp_path):
 class Server:
     """A process of `attncache serve`."""
 
-    def __init__(self, start, checkpoint, folder):
+    def __init__(self, start, checkpoint, folder, forks_builder=True):
+        """forks_builder: the process that builds is a fork, which imports nothing."""
         self._folder = folder.parent.parent.parent
         # The builder must import the modules of the server, and not modules from the current folder.
         (self._folder / "service").mkdir(exist_ok=True)
         (self._folder / "service" / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
         model = ("--model", str(checkpoint.folder), "--dtype", "float32", "--min-gain", "0")
         arguments = ["serve", *model, "--port", "0", "--cache-dir", str(folder.parent.parent)]
-        self.running = start("command", arguments=arguments, folder=str(self._folder))
+        self.running = start(
+            "command", arguments=arguments, folder=str(self._folder), forks_builder=forks_builder
+        )
 
     @property
     def logged(self):
@@ -119,14 +122,14 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(st
 
 
 @pytest.mark.parametrize(
-    ("damage", "end", "code"),
-    [(cut_a_segment, signal.SIGKILL, -9), (scramble_the_manifest, signal.SIGTERM, 0)],
+    ("damage", "end", "code", "forks_builder"),
+    [(cut_a_segment, signal.SIGKILL, -9, False), (scramble_the_manifest, signal.SIGTERM, 0, True)],
     ids=["killed", "sigterm"],
 )
-def test_building_ends_with_the_server(start, tiny_checkpoint, folder, damage, end, code):
+def test_building_ends_with_the_server(start, tiny_checkpoint, folder, damage, end, code, forks_builder):
     damage(folder)
     partial = folder.parent / f".{folder.name}.partial"
-    server = Server(start, tiny_checkpoint, folder)
+    server = Server(start, tiny_checkpoint, folder, forks_builder)
     server.until_ready()
     server.until(partial.exists)
     (builder,) = server.builders()

@@ -13,15 +13,7 @@ import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queueing import (
-    LABELLED,
-    LabelledEngine,
-    assert_result_of,
-    batching,
-    queued,
-    requests_of_texts,
-    submit,
-)
+from queueing import LABELLED, LabelledEngine, assert_result_of, batching, queued, requests_of_texts, submit
 from raw_http import wait_until
 from verifying import AnyText, requests_of, verify_all
 

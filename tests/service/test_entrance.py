@@ -8,9 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 
-import httpx
 import pytest
-from entrance import DOCKER, NameServer, Stub, entrances, envoy_path, free_port
+from entrance import DOCKER, NameServer, Stub, entrances, envoy_path, free_port, get, post
 from raw_http import wait_until
 
 from service.settings import Settings
@@ -48,7 +47,7 @@ def cluster(places):
 
 def ask(entrance, content=TEXT, **headers):
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(f"{entrance.url}/embed", json=content, headers=headers, timeout=30)
+    return post(f"{entrance.url}/embed", json=content, headers=headers, timeout=30)
 
 
 def answer_first(stubs, *answer):
@@ -203,8 +202,8 @@ def test_body_that_is_too_large_is_refused_as_the_servers_refuse_it(cluster):
     entrance, _, stubs = cluster
     largest = b'{"inputs": "' + b"a" * (2**21 - 14) + b'"}'
     assert len(largest) == 2**21
-    assert httpx.post(f"{entrance.url}/embed", content=largest, timeout=30).status_code == 200
-    refused = httpx.post(f"{entrance.url}/embed", content=largest + b" ", timeout=30)
+    assert post(f"{entrance.url}/embed", content=largest, timeout=30).status_code == 200
+    refused = post(f"{entrance.url}/embed", content=largest + b" ", timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     assert count(stubs) == 1
 
@@ -238,5 +237,5 @@ def test_slow_client_costs_no_server_anything(cluster):
 def test_operators_port_shows_numbers_and_stops_nothing(cluster):
     entrance, *_ = cluster
     for path in ("/quitquitquit", "/config_dump", "/"):
-        assert httpx.post(f"{entrance.operators}{path}").status_code == 404
-    assert "envoy_cluster_membership_healthy" in httpx.get(f"{entrance.operators}/stats/prometheus").text
+        assert post(f"{entrance.operators}{path}").status_code == 404
+    assert "envoy_cluster_membership_healthy" in get(f"{entrance.operators}/stats/prometheus").text

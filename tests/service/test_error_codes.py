@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, serving, starting
-from queueing import batching, submit
+from queueing import batching, full_queue, submit
 from raw_http import HEALTH, Response, post, read_response, served
 
 import attncache_core.errors
@@ -184,18 +184,8 @@ async def _(_folder):
 
 @provokes("queue_full")
 async def _(_folder):
-    engine = FakeEngine()
-    async with serving(engine, max_queue_sequences=1, max_request_inputs=1) as client:
-        engine.may_run.clear()
-        computed = asyncio.create_task(client.post("/embed", json={"inputs": "computed"}))
-        await asyncio.to_thread(engine.runs.acquire)
-        waiting = asyncio.create_task(client.post("/embed", json={"inputs": "waits"}))
-        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
-        refused = await client.post("/embed", json={"inputs": "refused"})
-        engine.may_run.set()
-        await asyncio.gather(computed, waiting)
-        return refused
+    async with full_queue(FakeEngine()) as client:
+        return await client.post("/embed", json={"inputs": "refused"})
 
 
 @provokes("not_ready")

@@ -3,9 +3,8 @@
 import shutil
 import subprocess
 
-import httpx
 import pytest
-from entrance import DOCKER, NameServer, Stub, answers, free_port
+from entrance import DOCKER, NameServer, Stub, answers, free_port, post
 from raw_http import wait_until
 
 from service.settings import Settings
@@ -45,7 +44,7 @@ def cluster(tmp_path):
 
 def ask(url, key=None, text="a"):
     headers = {"X-Forwarded-For": "198.51.100.1", **({"X-AttnCache-Affinity": key} if key else {})}
-    return httpx.post(f"{url}/embed", json={"inputs": text}, headers=headers, timeout=30)
+    return post(f"{url}/embed", json={"inputs": text}, headers=headers, timeout=30)
 
 
 def test_haproxy_hashes_the_header_and_repeats_what_a_lost_server_did_not_answer(cluster):

@@ -10,7 +10,7 @@ import signal
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, serving
 from raw_http import served, wait_until
-from running import FILE, ONE, OPS, TWO, bearer, keys_file, samples
+from running import FILE, ONE, OPS, TWO, Clock, bearer, keys_file, samples
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -189,13 +189,6 @@ def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file):
 
 
 # Quotas.
-
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
 
 
 async def refused(use):

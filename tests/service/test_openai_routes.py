@@ -1,12 +1,12 @@
 """The routes under /v1 answer in the shapes of OpenAI and vLLM, errors included."""
 
-import asyncio
 import base64
 
 import numpy as np
 import pytest
 from core_models import write_sentence_transformer
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, starting
+from queueing import full_queue
 
 from attncache_core import PrefillEngine, class_scores
 from attncache_core.checkpoints.description import read_checkpoint
@@ -235,25 +235,12 @@ async def test_every_refusal_has_the_shape_of_openai(path, body):
 
 @pytest.mark.parametrize(("path", "body"), PATHS.items())
 async def test_full_queue_and_loading_have_the_shape_of_openai(path, body):
-    engine = FakeEngine(labels=("a", "b"))
-    engine.may_run.clear()
-    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
-    async with serving(engine, **limits) as client:
-        running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
-        await asyncio.to_thread(engine.runs.acquire)
-        running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
-        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.01)
+    async with full_queue(FakeEngine(labels=("a", "b"))) as client:
         full = await client.post(path, json=body)
-        engine.may_run.set()
-        await asyncio.gather(*running)
     assert is_openai_error(full)
     error = full.json()["error"]
-    assert (full.status_code, error["type"], error["code"]) == (
-        429,
-        "rate_limit_error",
-        "rate_limit_exceeded",
-    )
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert full.status_code == 429
     assert int(full.headers["Retry-After"]) >= 1
 
     async with starting(lambda: iter([])) as client:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from core_models import prefill, random_sequences
 
 from attncache_core import (
     AttentionDatabase,
-    BuildOptions,
     LinearClassifier,
     Outcome,
     PrefillEngine,
@@ -20,7 +18,6 @@ from attncache_core import (
 )
 from attncache_core.evaluation.importance import measure_importance
 from benchmarks.measuring.worker import Worker
-from service.commands import build as build_command
 from service.commands import serve as serve_command
 from service.loading.engines import load_engine
 from service.settings import read_settings
@@ -30,24 +27,11 @@ pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, tmp_path_factory):
-    """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
-    folder = tmp_path_factory.mktemp("files")
-    texts = [sentence.text for sentence in tiny_corpus]
-    for name, part in (("corpus", texts[::2]), ("unseen", texts[1::2])):
-        lines = ["text\tlabel", *(f"{text}\t{'card' if 'card' in text else 'other'}" for text in part)]
-        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def built(tiny_checkpoint, files, tmp_path_factory):
+def built(tiny_checkpoint, files, tmp_path_factory, few_steps):  # noqa: ARG001 - trains less
     """A database of the tiny model with attention in one layer only, and the output of the build."""
     folder = tmp_path_factory.mktemp("built") / "pruned.db"
     options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
-        return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *DROPPED, *options))
+    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *DROPPED, *options))
 
 
 @pytest.fixture
@@ -197,6 +181,7 @@ def test_layers_that_cannot_be_dropped_are_refused_in_one_line(tiny_checkpoint, 
     assert_one_line(run(*command, *model_arguments(tiny_checkpoint), *given), words)
 
 
+@pytest.mark.usefixtures("forked_peers")
 def test_engine_is_timed_without_what_is_dropped(tiny_checkpoint, pruned):
     dropped = {"quantization": None, "drop_attention": "1", "drop_block": "2"}
     worker = Worker("attncache fp32", {"model": str(tiny_checkpoint.folder), **dropped}, 1, [])

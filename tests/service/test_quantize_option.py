@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from core_models import prefill
 
 from attncache_core import (
     AttentionDatabase,
-    BuildOptions,
     DatabaseRefused,
     LinearClassifier,
     Outcome,
@@ -20,7 +18,6 @@ from attncache_core import (
     find_variant,
 )
 from attncache_core.heads.vectors import cosines
-from service.commands import build as build_command
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engine
 from service.settings import read_settings
@@ -36,23 +33,10 @@ def quantized(tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, tmp_path_factory):
-    """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
-    folder = tmp_path_factory.mktemp("files")
-    texts = [sentence.text for sentence in tiny_corpus]
-    for name, part in (("corpus", texts[::2]), ("unseen", texts[1::2])):
-        lines = ["text\tlabel", *(f"{text}\t{'card' if 'card' in text else 'other'}" for text in part)]
-        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def built(tiny_checkpoint, files, tmp_path_factory):
+def built(tiny_checkpoint, files, tmp_path_factory, few_steps):  # noqa: ARG001 - trains less
     folder = tmp_path_factory.mktemp("built") / "quantized.db"
     options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
-        succeeded(run("build", *model_arguments(tiny_checkpoint), "--quantize", KIND, *options))
+    succeeded(run("build", *model_arguments(tiny_checkpoint), "--quantize", KIND, *options))
     return folder
 
 

@@ -4,14 +4,14 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 from command_line import run, succeeded
+from forked import is_killed
+from killed_transfers import download_until_killed, push_until_killed
 from store_server import object_store
 
 from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
@@ -27,31 +27,12 @@ from service.settings.reading import read_settings
 from service.state import FetchFailed, Pause
 
 SECRET = "zanzibar"  # a secret of a URL, which nothing may show
-KILLED_PUSH = """
-import os, sys
-from pathlib import Path
-from service import objects
-from service.loading.remote import push
-put, left = objects.ObjectFolder.put, [int(sys.argv[3])]
-def counted(self, name, content):
-    left[0] -= 1
-    if left[0] < 0:
-        os.kill(os.getpid(), 9)
-    put(self, name, content)
-objects.ObjectFolder.put = counted
-push(Path(sys.argv[1]), sys.argv[2], lambda *_: None)
-"""
 
 
 @pytest.fixture
 def store():
     with object_store() as running:
         yield running
-
-
-@pytest.fixture
-def root(tiny_database, tmp_path):
-    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
 
 
 @pytest.fixture
@@ -134,9 +115,7 @@ def test_push_of_the_same_database_sends_missing_and_damaged_objects_again(store
 def test_push_that_is_killed_leaves_the_present_database_and_goes_on(root, other, tmp_path, tiny_checkpoint):
     url = (tmp_path / "store").as_uri()
     pushed(other, url)
-    command = [sys.executable, "-c", KILLED_PUSH, root, url, "9"]
-    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
-    assert killed.returncode == -signal.SIGKILL
+    assert is_killed(push_until_killed, root, url, 9)
     served = followed(url, tmp_path, tiny_checkpoint)
     assert files_of(current_generation(served.root).folder) == files_of(other)
     count = len(files_of(root))
@@ -178,24 +157,7 @@ def test_of_two_pushes_at_once_one_wins_as_a_whole(
 
 def test_download_that_is_killed_goes_on_with_what_it_has(store, root, tmp_path, tiny_checkpoint):
     pushed(root, store.s3 % "a")
-    script = (
-        "import os, sys; from pathlib import Path; from service import objects;"
-        "from service.loading.remote import RemoteDatabase;"
-        "from attncache_core.checkpoints.description import read_checkpoint;"
-        "read, left = objects.ObjectFolder.read_range, [8];"
-        "objects.RANGE_BYTES = 4096;"
-        "import service.loading.remote as remote; remote.RANGE_BYTES = 4096;\n"
-        "def counted(*arguments):\n"
-        "    left[0] -= 1\n"
-        "    if left[0] < 0: os.kill(os.getpid(), 9)\n"
-        "    return read(*arguments)\n"
-        "objects.ObjectFolder.read_range = counted\n"
-        "list(RemoteDatabase(sys.argv[1], Path(sys.argv[2]), read_checkpoint(Path(sys.argv[3])))"
-        ".fetch(waits=True))"
-    )
-    command = [sys.executable, "-c", script, store.http % "a", tmp_path / "cache", tiny_checkpoint.folder]
-    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
-    assert killed.returncode == -signal.SIGKILL
+    assert is_killed(download_until_killed, store.http % "a", tmp_path / "cache", tiny_checkpoint, 8)
     remote = RemoteDatabase(store.http % "a", tmp_path / "cache", tiny_checkpoint)
     assert not remote.is_there
     (target,) = (path for path in (remote.root / ".renewal").iterdir() if path.is_dir())

@@ -1,7 +1,6 @@
 """`attncache renew` as a user runs it: what it prints, and its exit codes."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
@@ -12,11 +11,6 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result, read_renewals
 from attncache_core.reuse.maps.publishing import building_folder, decide, renewing
 from service.commands import renew as command
-
-
-@pytest.fixture
-def root(tiny_database, tmp_path):
-    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
 
 
 @pytest.fixture

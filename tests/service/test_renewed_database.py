@@ -42,11 +42,6 @@ def quick_looks(monkeypatch):
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.01)
 
 
-@pytest.fixture
-def root(tiny_database, tmp_path):
-    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-
-
 @pytest.fixture(scope="module")
 def other_mask(tiny_engine, tiny_corpus, tmp_path_factory):
     """A database of half of the corpus, with a smaller mask. Do not change it."""

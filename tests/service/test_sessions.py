@@ -11,6 +11,7 @@ from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_http import request_and_leave
+from running import Clock
 
 from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
@@ -27,13 +28,6 @@ pytestmark = pytest.mark.anyio
 TTL = 100.0
 WINDOW = 64  # tokens of the fake engine; a token is a character
 REUSE_OFF = {"X-AttnCache-Reuse": "off"}
-
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
 
 
 def app_of(client):
@@ -423,16 +417,6 @@ def sessions_with(clock=None, max_sessions=100, **limits):
 
 async def keep(sessions, name, tokens=1):
     await sessions.keep(key(name), await sessions.history(key(name)), history_of(tokens))
-
-
-async def test_least_recently_used_sessions_leave_first():
-    sessions = sessions_with(max_sessions=3)
-    for name in "abc":
-        await keep(sessions, name)
-    assert await sessions.history(key("a")) is not None
-    await keep(sessions, "d")
-    assert [name for name in "abcd" if await sessions.history(key(name))] == ["a", "c", "d"]
-    assert (await sessions.count(), sessions.distinct) == (3, 4)
 
 
 async def test_memory_is_bounded_and_freed():

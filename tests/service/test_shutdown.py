@@ -81,7 +81,7 @@ def wait_until_computed(server):
 
 
 def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls(start):
-    server = start("loads", drain_seconds=2).wait_until_ready()
+    server = start("loads", drain_seconds=1).wait_until_ready()
     with server.connect() as hangs, server.connect() as stalls:
         stalls.sendall(EMBED[:-1])
         hangs.sendall(HANG)
@@ -103,7 +103,7 @@ def test_process_ends_with_0_though_the_interpreters_clean_up_hangs(start, worke
 
 
 def test_process_ends_with_0_though_the_event_loop_hangs(start):
-    server = start("loads", drain_seconds=2, stuck_seconds=0.2).wait_until_ready()
+    server = start("loads", drain_seconds=1, stuck_seconds=0.2).wait_until_ready()
     server.send(signal.SIGUSR1)
     wait_until(lambda: "hang_loop" in server.log)  # the stack of the event loop's thread
     server.send(signal.SIGTERM)

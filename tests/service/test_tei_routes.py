@@ -1,12 +1,11 @@
 """The routes of text-embeddings-inference answer in its shapes, errors included."""
 
-import asyncio
-
 import numpy as np
 import pytest
 from core_models import write_model, write_sentence_transformer
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, starting
 from pair_models import write_ms_marco_minilm, write_qwen3_reranker
+from queueing import full_queue
 from transformers import AutoTokenizer
 
 from attncache_core import PrefillEngine, Template, class_scores, normalize
@@ -378,18 +377,8 @@ async def test_failures_name_the_text_of_the_request(path, text, status):
 
 @pytest.mark.parametrize("path", COMPUTED)
 async def test_full_queue_has_the_shape_of_tei(path):
-    engine = FakeEngine(labels=("a", "b"))
-    engine.may_run.clear()
-    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
-    async with serving(engine, **limits) as client:
-        running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
-        await asyncio.to_thread(engine.runs.acquire)
-        running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
-        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.01)
+    async with full_queue(FakeEngine(labels=("a", "b"))) as client:
         full = await client.post(path, json=BODIES[path])
-        engine.may_run.set()
-        await asyncio.gather(*running)
     assert full.status_code == 429
     assert is_tei_error(full)
     assert full.json()["error_type"] == "Overloaded"

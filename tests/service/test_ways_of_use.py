@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,26 +9,17 @@ from command_line import assert_one_line, run, succeeded
 from core_decoders import write_llama
 from core_models import prefill, random_text
 
-from attncache_core import AttentionDatabase, BuildOptions, DatabaseRefused, LinearClassifier, PrefillEngine
+from attncache_core import AttentionDatabase, DatabaseRefused, LinearClassifier, PrefillEngine
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.storage.layout import MapForm
-from service.commands import build as build_command
 from service.commands import serve
 
 WRITTEN = 'This "{}" means:'
-pytestmark = pytest.mark.usefixtures("fixed_costs")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_steps():
-    """Train the projector for a few steps only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
-        yield
+pytestmark = pytest.mark.usefixtures("fixed_costs", "few_steps")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,7 @@
 
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
-from core_models import (
-    CLS,
-    PLAIN_WORDS,
-    SEP,
-    WORDS,
-    write_json,
-    write_sentence_transformer,
-    write_tokenizer,
-)
+from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence_transformer, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer

@@ -4,16 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from blends import (
-    OPENING,
-    joined,
-    key_values,
-    loaded,
-    noted_layers,
-    own_full_pass,
-    random_chunks,
-    run_share,
-)
+from blends import OPENING, joined, key_values, loaded, noted_layers, own_full_pass, random_chunks, run_share
 from core_decoders import write_llama
 from kv_models import assert_nothing_is_in_use, assert_same, store_of
 

@@ -299,10 +299,7 @@ def test_many_requests_at_once_in_little_memory_give_the_answers_of_full_passes(
 
 def test_a_pass_that_fails_lets_its_blocks_go(model, store):
     chunks, query = random_chunks((20, 37, 9), 7)
-    with (
-        mock.patch.object(blended, "run_layers", side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
+    with mock.patch.object(blended, "run_layers", side_effect=MemoryError), pytest.raises(MemoryError):
         run_share(model, store, chunks, query, 0.3)
     assert_nothing_is_in_use(store)
     assert run(model, store, [[*OPENING, *chunks[1]]]).tokens == 0  # the chunks were stored before

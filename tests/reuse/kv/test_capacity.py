@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.kv.capacity import (
-    CapacityPlan,
-    DistinctSessions,
-    window_length,
-)
+from attncache_core.reuse.kv.capacity import CapacityPlan, DistinctSessions, window_length
 
 GB = 10**9
 

@@ -192,8 +192,7 @@ def test_damaged_part_leaves_the_other_parts_readable_but_the_block_is_gone(tier
 
 
 @pytest.mark.parametrize(
-    "size",
-    [0, 1, 8, IDENTITY_BYTES, *(HEAD_BYTES + more for more in (-1, 0, 48, 96, 115, 117))],
+    "size", [0, 1, 8, IDENTITY_BYTES, *(HEAD_BYTES + more for more in (-1, 0, 48, 96, 115, 117))]
 )
 def test_file_of_another_size_is_absent_and_removed(tier, folder, size):
     tier.write(block(3), content(3))

@@ -14,9 +14,7 @@ from attncache_core.reuse.kv.quantized import Int8Slots
 
 
 @given(
-    seed=st.integers(0, 1000),
-    slot=st.sampled_from([8, 40, 64, 192]),
-    size=st.sampled_from([0.0, 1e-3, 50.0]),
+    seed=st.integers(0, 1000), slot=st.sampled_from([8, 40, 64, 192]), size=st.sampled_from([0.0, 1e-3, 50.0])
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_is_within_half_a_step(dtype, seed, slot, size):

@@ -5,15 +5,7 @@ import threading
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import (
-    assert_same,
-    plain,
-    prefix_key,
-    random_ids,
-    run,
-    settled,
-    store_of,
-)
+from kv_models import assert_same, plain, prefix_key, random_ids, run, settled, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model

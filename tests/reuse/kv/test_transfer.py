@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import (
-    assert_same,
-    computed_by,
-    plain,
-    prefix_key,
-    random_ids,
-    run,
-    settled,
-    store_of,
-)
+from kv_models import assert_same, computed_by, plain, prefix_key, random_ids, run, settled, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
