@@ -85,6 +85,8 @@ async def _turn_answered(
             source = conversation(_history(stored, field))
             with _names(field):
                 answer = await compute(source)
+            # Before the turn is kept, because the answer may be refused.
+            call.count_answer(len(answer.content))
             kept = await _kept(sessions, session, stored, source)
             if kept == "dropped":
                 return answer._replace(headers=(*answer.headers, _HISTORY_DROPPED))

@@ -222,7 +222,7 @@ class Call:
         """
         answers = self.state.answers
         counted = min(max(0, size - _PART_BYTES), answers.maximum)
-        answers.take(counted)
+        answers.take(counted - self.answer_bytes)
         self.answer_bytes = counted
 
     async def pause(self, seconds: float) -> None:

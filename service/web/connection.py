@@ -139,6 +139,8 @@ class _Parser(httptools.HttpRequestParser):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
+        # As uvicorn: bytes behind a request that closes the connection do not take its response.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
         self._connection = connection
 
     def feed_data(self, data: Any) -> None:
@@ -146,7 +148,7 @@ class _Parser(httptools.HttpRequestParser):
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self.feed_data(self._connection.head_of_body() + data[upgrade.args[0] :])
+            self._connection.ignore_upgrade(data[upgrade.args[0] :])
 
 
 class Connection(HttpToolsProtocol):
@@ -237,19 +239,22 @@ class Connection(HttpToolsProtocol):
 
     # Called by the parser.
 
-    def head_of_body(self) -> bytes:
-        """Return a head without Upgrade, behind which the parser finds the body of the last request."""
+    def ignore_upgrade(self, rest: bytes) -> None:
+        """Read what comes behind the head of the last request as its body and as further requests."""
         framing = [
             b"%b: %b\r\n" % (name, value)
             for name, value in self.headers
             if name in (b"content-length", b"transfer-encoding")
         ]
-        return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)
+        # A new parser, because the old one reads nothing behind a request that closes the connection. It gets
+        # a head without Upgrade.
+        self.parser = _Parser(self)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing) + rest)
 
     def on_message_begin(self) -> None:
         """Begin a request. Raises OverflowError, which ends the parser, if too many requests are waiting."""
         if self._receiving is _Receiving.BODY:
-            return  # `head_of_body`
+            return  # the head of `ignore_upgrade`
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise OverflowError
         super().on_message_begin()
@@ -262,7 +267,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start to answer the request, or queue it behind the request before."""
         if self._receiving is _Receiving.BODY:
-            return  # `head_of_body`
+            return  # the head of `ignore_upgrade`
         self._body_bytes = self._bytes_with_framing = 0
         super().on_headers_complete()
         self._receiving = _Receiving.BODY

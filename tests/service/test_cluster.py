@@ -251,10 +251,11 @@ def kill_entrance(cluster, load, _host):
 
 
 def kill_store(cluster, load, _host):
+    url, session = f"{cluster.doors[0].url}/embed", {"session_id": "kept"}
+    assert post(url, json={**session, "transcript": "my card"}).status_code == 200
     cluster.store.kill()
-    refused = load.refused
     load.wait_for(2 * CLIENTS)
-    wait_until(lambda: load.refused > refused)
+    wait_until(lambda: post(url, json={**session, "append": " was lost"}).status_code == 503)
     cluster.store.start()
     appended = load.appended
     wait_until(lambda: load.appended > appended + TALKING)

@@ -378,6 +378,23 @@ def test_upgrade_is_ignored(server, protocol, size):
         assert read_to_end(client) == b""
 
 
+@pytest.mark.parametrize(
+    ("version", "connection"),
+    [(b"1.1", b"Upgrade, close"), (b"1.0", b"Upgrade"), (b"1.0", b"keep-alive, Upgrade")],
+)
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_upgrade_is_ignored_on_connections_that_close(server, version, connection, size):
+    fields = b"Upgrade: h2c\r\nConnection: " + connection
+    for request in (HEALTH.replace(b"Host", fields + b"\r\nHost"), post(b'{"inputs": "a"}', fields)):
+        sent = request.replace(b"HTTP/1.1", b"HTTP/" + version)
+        with server.connect() as client:
+            for first in range(0, len(sent), size):
+                client.sendall(sent[first : first + size])
+            assert read_response(client).status == 200
+            client.shutdown(socket.SHUT_WR)
+            assert read_to_end(client) == b""
+
+
 def test_body_behind_an_upgrade_is_no_request(server):
     inner = HEALTH + HEALTH
     with server.connect() as client:

@@ -105,6 +105,18 @@ async def scenario_of(steps):
         assert await app_of(client).state.service.sessions.count() == alive
 
 
+async def test_turn_whose_answer_is_refused_is_not_in_the_history(monkeypatch):
+    monkeypatch.setattr("service.web.call._PART_BYTES", 16)  # what is free of each answer
+    async with serving() as client:
+        answers = app_of(client).state.service.answers
+        assert_is_about(await ask(client, transcript="ab"), "ab")
+        answers.take(answers.maximum)
+        assert_failed(await ask(client, append="c"), 429, "queue_full", None)
+        answers.give(answers.maximum)
+        assert_is_about(await ask(client, append="d"), "abd")
+        assert answers.taken == 0
+
+
 async def test_unknown_session_says_what_to_send():
     async with serving() as client:
         response = await ask(client, "Sesam", append="a")
