@@ -83,7 +83,7 @@ class ParquetRows:
     ) -> None:
         """path: for errors. group: the number of a row group; None: all. first: the rows before are skipped.
 
-        Raises InvalidInput if it is no Parquet file, or has no such column.
+        Raises InvalidInput if it is no Parquet file, or has not one such column.
         """
         self._path, self._column, self._read = path, column, 0
         self._groups, self._first = None if group is None else [group], first
@@ -97,6 +97,10 @@ class ParquetRows:
         if column not in names:
             has = ", ".join(map(repr, names)) or "no column"
             raise InvalidInput(f"{path} has no column {column!r}; it has {has}", field="column")
+        if (count := names.count(column)) > 1:
+            raise InvalidInput(
+                f"{path} has {count} columns {column!r}; rename all but one of them", field="column"
+            )
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=self._groups, columns=[self._column]):

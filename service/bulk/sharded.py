@@ -114,7 +114,7 @@ def run_shards(
     counts = Counts()
     failures: list[Failure] = []
     with tempfile.TemporaryFile() as planned:
-        due = _due(plan(inputs, column), folder, options, part, planned, counts, failures)
+        due = _due(plan(inputs, column, folder), folder, options, part, planned, counts, failures)
         for (shard, _), reason in workers.computed(due):
             if reason is None:
                 counts.computed += 1

@@ -153,14 +153,15 @@ class _Part:
         return 0.0
 
 
-def plan(inputs: Iterable[str], column: str) -> Iterator[Shard | Failure]:
+def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
     """Yield the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
 
-    inputs: URLs or paths of files and folders; a name may hold *. Raises InvalidInput if there is no file, or
+    inputs: URLs or paths of files and folders; a name may hold *. output: may be below an input; what is in
+    it is no input. Raises InvalidInput if there is no file, or
     if the first file that can be read has no such column, and OSError if a folder cannot be listed.
     """
     planned = False
-    for file, groups in _read_ahead(_files(inputs), column):
+    for file, groups in _read_ahead(_files(inputs, output), column):
         folder, stored = file
         try:
             counts = groups.result()
@@ -195,14 +196,16 @@ def reason_of(error: BaseException) -> str:
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it
 
 
-def _files(inputs: Iterable[str]) -> Iterator[_File]:
-    """Yield the files of all inputs, each once, also if several inputs name it."""
+def _files(inputs: Iterable[str], output: ObjectFolder | None) -> Iterator[_File]:
+    """Yield the files of all inputs without the output, each once, also if several inputs name it."""
     yielded: set[bytes] = set()  # digests, because there may be a million of files
     for given in inputs:
         found = False
         for folder, stored in _files_of(given):
-            found = True
             file = joined(without_secrets(folder), stored.name)
+            if output and file.startswith(output.url_of("")):
+                continue
+            found = True
             if not stored.etag:
                 raise InvalidInput(
                     f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object "

@@ -371,6 +371,8 @@ def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint, tmp_pa
         run(*embed_arguments(tiny_checkpoint, source, output, "--column", "body")),
         "has no column 'body'; it has 'text', 'id'",
     )
+    parquet.write_table(pyarrow.table([["a"], ["zanzibar"]], names=["text", "text"]), source)
+    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "a.parquet has 2 columns 'text'; rename")
 
 
 def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path, texts):

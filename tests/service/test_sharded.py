@@ -96,6 +96,14 @@ def test_shards_are_every_row_once_in_any_part_and_any_store(
         assert len(json.loads(manifest)["shards"]) == 15
 
 
+def test_output_below_an_input_is_no_input(tiny_checkpoint, folder, tmp_path):
+    inputs = tmp_path / "copy"
+    shutil.copytree(folder, inputs)
+    for end in ("15 shards computed (90 rows), 0 were there", "0 shards computed (0 rows), 15 were there"):
+        assert end in succeeded(embed(tiny_checkpoint, inputs, inputs / "out"))
+        (inputs / "out" / "manifest.json").unlink()  # as if the run had been killed before its end
+
+
 def test_classes_are_sharded_too(tiny_classifier_checkpoint, folder, tmp_path):
     whole, output = tmp_path / "whole.parquet", tmp_path / "out"
     model = ("classify", *model_arguments(tiny_classifier_checkpoint))
