@@ -93,6 +93,11 @@ def engine(
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()] if texts else []
     except UnicodeDecodeError as error:
         raise InvalidInput(f"texts: {texts} is not UTF-8; convert it", field="texts") from error
+    if on_gpu and breakdown:
+        raise InvalidInput("--breakdown measures the compiled code, which runs on cpu", field="device")
+    known = tuple(GPU_PEERS) if on_gpu else tuple(PEERS)
+    if other := [peer for peer in peers if peer not in known]:
+        raise InvalidInput(f"{other[0]} is not measured on {device}; change --device", field="peer")
     shapes, batch = (bench.GPU_SHAPES, bench.GPU_TEXTS) if on_gpu else (bench.SHAPES, bench.TEXTS)
     if texts and len(lines) < batch:
         raise InvalidInput(f"texts needs at least {batch:,} lines, which are one batch", field="texts")
@@ -115,7 +120,7 @@ def engine(
         report = [{"shape": part.shape, "layer": part.layer, "request": part.request} for part in parts]
         write_json(json_file, {"machine": facts, "breakdown": report})
         return
-    chosen = peers or (tuple(GPU_PEERS) if on_gpu else _DEFAULT_PEERS)
+    chosen = peers or (known if on_gpu else _DEFAULT_PEERS)
     with (
         bench.started(chosen, variant, threads, shapes, report_absent) as workers,
         shown_progress() as progress,

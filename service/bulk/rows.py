@@ -83,7 +83,7 @@ class ParquetRows:
     ) -> None:
         """path: for errors. group: the number of a row group; None: all. first: the rows before are skipped.
 
-        Raises InvalidInput if it is no Parquet file, or has not one such column.
+        Raises InvalidInput if it is no Parquet file, or does not have exactly one such column.
         """
         self._path, self._column, self._read = path, column, 0
         self._groups, self._first = None if group is None else [group], first

@@ -156,9 +156,9 @@ class _Part:
 def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
     """Yield the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
 
-    inputs: URLs or paths of files and folders; a name may hold *. output: may be below an input; what is in
-    it is no input. Raises InvalidInput if there is no file, or
-    if the first file that can be read has no such column, and OSError if a folder cannot be listed.
+    inputs: URLs or paths of files and folders; a name may hold *. output: the files in it are left out, so
+    it may be below an input. Raises InvalidInput if there is no file, or if the first file that can be read
+    has no such column, and OSError if a folder cannot be listed.
     """
     planned = False
     for file, groups in _read_ahead(_files(inputs, output), column):
@@ -197,13 +197,14 @@ _File = tuple[str, StoredObject]  # the URL of the folder, and the object below 
 
 
 def _files(inputs: Iterable[str], output: ObjectFolder | None) -> Iterator[_File]:
-    """Yield the files of all inputs without the output, each once, also if several inputs name it."""
+    """Yield the files of all inputs, each once, also if several inputs name it. Leaves the output's out."""
     yielded: set[bytes] = set()  # digests, because there may be a million of files
+    left_out = None if output is None else output.url_of("")
     for given in inputs:
         found = False
         for folder, stored in _files_of(given):
             file = joined(without_secrets(folder), stored.name)
-            if output and file.startswith(output.url_of("")):
+            if left_out is not None and file.startswith(left_out):
                 continue
             found = True
             if not stored.etag:

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from service.settings.names import Group
 
-# A batch holds at most this many texts, or one text for every 16 tokens that a batch may hold.
-_MAX_BATCH_SEQUENCES, _TOKENS_PER_SEQUENCE = 64, 16
+# A batch may hold one text for every so many tokens that it may hold, and in any case this number of texts.
+_TOKENS_OF_SHORT_TEXT, _ALWAYS_ALLOWED_TEXTS = 16, 64
 
 
 class Limits(Group):
@@ -76,4 +76,4 @@ class Limits(Group):
     @property
     def max_batch_sequences(self) -> int:
         """Most texts of one batch, however short they are."""
-        return max(_MAX_BATCH_SEQUENCES, self.max_batch_tokens // _TOKENS_PER_SEQUENCE)
+        return max(_ALWAYS_ALLOWED_TEXTS, self.max_batch_tokens // _TOKENS_OF_SHORT_TEXT)

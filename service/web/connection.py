@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, cast
 
-import httptools
 from starlette.responses import Response
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -33,6 +32,7 @@ from service.errors import (
 )
 from service.observability.metrics import SLOW_READER
 from service.web.listeners import CONNECTION, LISTENER, ListenerName
+from service.web.wire import JoinedTransport, Parser
 
 # Answered on connections beyond the limit too, so that a busy server is not taken for a dead one.
 HEALTH_PATHS = frozenset({"/health", "/ready"})
@@ -87,70 +87,6 @@ class _Receiving(IntEnum):
     BODY = 2
 
 
-class _Joined(asyncio.Transport):
-    """The transport of a connection's responses. Sends a head together with the first part of its body.
-
-    Sent apart, they cost two system calls, and the client wakes up twice.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._transport = transport
-        self._cycle: RequestResponseCycle | None = None  # whose head was not written yet
-        self._head = b""  # that waits for its body
-
-    def begin(self, cycle: RequestResponseCycle) -> None:
-        """Take what a cycle writes from now on."""
-        cycle.transport = self
-        self._cycle = cycle
-
-    def write(self, data: Any) -> None:
-        """Write the next part. What comes before a response, such as 100 Continue, leaves at once."""
-        if self._cycle is not None and self._cycle.response_started:
-            self._cycle, self._head = None, data
-        elif self._head:
-            self._transport.write(b"".join((self._head, data)))
-            self._head = b""
-        else:
-            self._transport.write(data)
-
-    def flush(self) -> None:
-        """Write the head of a response without a body."""
-        if self._head:
-            self._transport.write(self._head)
-            self._head = b""
-
-    def close(self) -> None:
-        """Close the connection after what was written."""
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        """Return whether the connection is being closed."""
-        return self._transport.is_closing()
-
-
-class _Parser(httptools.HttpRequestParser):
-    """httptools' parser, which reads on behind a head that asks for another protocol.
-
-    httptools takes what comes behind such a head for the other protocol. The server speaks none, and then a
-    client sends the body of its request and further requests (RFC 9110, section 7.8).
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        # As uvicorn: bytes behind a request that closes the connection do not take its response.
-        self.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._connection = connection
-
-    def feed_data(self, data: Any) -> None:
-        """Parse the next bytes. Raises httptools.HttpParserError."""
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._connection.ignore_upgrade(data[upgrade.args[0] :])
-
-
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol within the limits of its listener. `check` must be called from time to time."""
 
@@ -163,7 +99,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser = _Parser(self)
+        self.parser = Parser(self, self.ignore_upgrade)
         self._of_listener = connections
         self._receiving = _Receiving.NOTHING
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
@@ -186,7 +122,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin. If there are too many connections, the oldest one that is too many makes room."""
         super().connection_made(transport)
-        self._responses = _Joined(transport)
+        self._responses = JoinedTransport(transport)
         self._since = self.loop.time()
         connections = self._of_listener
         if len(connections.open) < connections.limits.connections:
@@ -248,7 +184,7 @@ class Connection(HttpToolsProtocol):
         ]
         # A new parser, because the old one reads nothing behind a request that closes the connection. It gets
         # a head without Upgrade.
-        self.parser = _Parser(self)
+        self.parser = Parser(self, self.ignore_upgrade)
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing) + rest)
 
     def on_message_begin(self) -> None:

@@ -146,7 +146,7 @@ class Front(FastAPI):
         """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
         scope, keys = call.scope, self._service.keys
         path, listener = scope["path"], scope.get(LISTENER)
-        # The router finds a route for its path and a line break too, which no check of a path here would.
+        # The router ignores a line break at the end of a path, and the checks of paths do not.
         if "\n" in path:
             raise NotFound(_NO_SUCH_PATH)
         if keys is not None and not is_open(scope["method"], path, listener):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from command_line import assert_one_line, run
 
 from attncache_core import DEFAULT_MODEL, find_checkpoint
 from attncache_core.corpus import default_corpus
@@ -48,6 +50,19 @@ def test_command_names_the_absent_engines_and_measures_the_others(monkeypatch):
         remedy = "install it with: pip install -e '.[bench]'"
         assert f"{peer} is left out: No module named '{library}'; {remedy}" in " ".join(result.stderr.split())
         assert peer not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "reason"),
+    [
+        ("cpu", ["--peer", "attncache bf16, cuda"], "attncache bf16, cuda is not measured on cpu"),
+        ("cuda", ["--peer", "attncache bf16"], "attncache bf16 is not measured on cuda"),
+        ("cuda", ["--breakdown"], "--breakdown measures the compiled code, which runs on cpu"),
+    ],
+)
+def test_engine_of_another_device_is_refused(device, options, reason, monkeypatch):
+    monkeypatch.setattr("benchmarks.commands.engine.resolve_device", torch.device)
+    assert_one_line(run("engine", "--device", device, *options, program=main), reason)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_server_survives_a_short_soak(
 ) -> None:
     model = ["--model", str(tiny_checkpoint.folder), "--dtype", "float32", "--threads", "1"]
 
-    report = soak(tiny_database, TEXTS, seconds=3, clients=8, serve=model)
+    report = soak(tiny_database, TEXTS, seconds=5, clients=8, serve=model)
 
     assert not report.problems, report.table()
     asked = {path for path, status in report.record.statuses if status == 200}
@@ -76,5 +76,5 @@ async def ask_with_wrong_expectations(url: str) -> Record:
         ids=[idle.ids[number] for number in others],
     )
     clients = Clients(url, wrong, key="none", seed=2)
-    await clients.run(8, seconds=1)
+    await clients.run(8, seconds=2)
     return clients.record
