@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attncache_core.corpus import unfamiliar_texts as unfamiliar_texts
     from attncache_core.engine.prefill import PrefillEngine as PrefillEngine
     from attncache_core.engine.request import PrefillRequest as PrefillRequest
-    from attncache_core.engine.request import PrefillResult as PrefillResult
+    from attncache_core.engine.result import PrefillResult as PrefillResult
     from attncache_core.errors import AttnCacheError as AttnCacheError
     from attncache_core.errors import BuildFailed as BuildFailed
     from attncache_core.errors import CorruptDatabase as CorruptDatabase
@@ -86,7 +86,7 @@ _MODULES = {
     "PairTokens": "text.pairs",
     "PrefillEngine": "engine.prefill",
     "PrefillRequest": "engine.request",
-    "PrefillResult": "engine.request",
+    "PrefillResult": "engine.result",
     "Progress": "calibration.calibrate",
     "Quantization": "checkpoints.checkpoint",
     "ReuseMask": "reuse.mask",

@@ -144,7 +144,7 @@ def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -
                 started = time.perf_counter()
                 result = engine.run(engine.requests(batch, reuse=reuse))
                 seconds[reuse].append(time.perf_counter() - started)
-                attention[reuse].append(result.attention_seconds)
+                attention[reuse].append(result.report.attention_seconds)
                 assert all(outcome.is_hit for outcome in result.outcomes) == reuse
         # The first round reads records from the disk and builds kernels, so it is left out.
         in_full, on_hit = (statistics.median(seconds[reuse][1:]) for reuse in (False, True))

@@ -24,7 +24,8 @@ import orjson
 from attncache_core.calibration.gain import BATCH_TOKENS
 from attncache_core.calibration.quality import Quality, texts_needed
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import headings as listwise_headings

@@ -20,7 +20,8 @@ import torch
 
 from attncache_core.engine.continued import outputs_of, run_continued
 from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import BatchReport, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
@@ -38,7 +39,7 @@ from attncache_core.reuse.blend.loading import Speeds
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.reuse.plan import shared_no_reuse
+from attncache_core.reuse.plan import Outcome
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
@@ -60,7 +61,7 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     if missing:
         # Otherwise the missing chunks could push out the others.
         with store.holding([chunk.prefix_key for chunk in blend.chunks]):
-            computed = run_continued(model, store, missing, [0] * len(missing)).tokens
+            computed = run_continued(model, store, missing, [0] * len(missing)).report.tokens
     found: BlendedPass | None = None
     with (
         suppress(DamagedBlock),
@@ -252,20 +253,14 @@ def _result(
     if of_targets is not None:
         finite &= bool(np.isfinite(of_targets[0]).all())
     report = _report(blend, found, cached, computed)
-    nothing = shared_no_reuse(1)
+    tokens = computed + sum(found.rows) // len(found.rows)
     return PrefillResult(
-        outputs=outputs,
-        finite=np.array([finite]),
-        outcomes=tuple(nothing.outcomes()),
-        similarities=nothing.similarities,
-        strangeness=nothing.strangeness,
-        tokens=computed + sum(found.rows) // len(found.rows),
-        asked_tokens=len(request.ids),
-        cached_tokens=np.array([sum(max(0, chunk.cached - chunk.recomputed) for chunk in report.chunks)]),
-        search_seconds=0.0,
-        forward_seconds=time.perf_counter() - started,
-        attention_seconds=found.attention_seconds,
-        corrupt_records=0,
+        outputs,
+        np.array([finite]),
+        (Outcome.NOT_SEARCHED,),
+        np.array([len(request.ids)]),
+        np.array([sum(max(0, chunk.cached - chunk.recomputed) for chunk in report.chunks)]),
+        BatchReport(tokens, time.perf_counter() - started, found.attention_seconds),
         log_probabilities=of_targets,
         blends=[report],
     )

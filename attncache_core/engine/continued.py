@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from attncache_core.engine.layers import NO_REUSED_MAPS, rows_of, run_layers, stack_outputs
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import BatchReport, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
 from attncache_core.heads.vectors import finite_sequences
@@ -24,7 +25,7 @@ from attncache_core.native.stack import StackRows
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.continuation import Continuation, Continued
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.reuse.plan import Outcome, shared_no_reuse
+from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.threads import compiled_threads
 
 
@@ -61,20 +62,14 @@ def _run(
     if found is not None:
         finite &= [bool(np.isfinite(values).all()) for values in found]
     plan.finish(finite)
-    nothing = shared_no_reuse(len(requests))
+    tokens = len(batch.ids) if batch is not None else 0
     return PrefillResult(
-        outputs=outputs,
-        finite=finite,
-        outcomes=(Outcome.NOT_SEARCHED,) * len(requests),
-        similarities=nothing.similarities,
-        strangeness=nothing.strangeness,
-        tokens=len(batch.ids) if batch is not None else 0,
-        asked_tokens=int(plan.lengths.sum()),
-        cached_tokens=plan.given_tokens,
-        search_seconds=0.0,
-        forward_seconds=time.perf_counter() - started,
-        attention_seconds=attention_seconds,
-        corrupt_records=0,
+        outputs,
+        finite,
+        (Outcome.NOT_SEARCHED,) * len(requests),
+        plan.lengths,
+        plan.given_tokens,
+        BatchReport(tokens, time.perf_counter() - started, attention_seconds),
         log_probabilities=found,
     )
 

@@ -25,7 +25,8 @@ from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.pair_scores import PairScores
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import PrefillResult
 from attncache_core.engine.runner import Runner
 from attncache_core.errors import DatabaseRefused, InvalidInput, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
@@ -418,7 +419,7 @@ class PrefillEngine:
             tokens = min(256, self.tokenizer.max_tokens)
             text = [PrefillRequest([0] * tokens, reuse=False)]
             self.run(text)  # the first pass also prepares what later passes share
-            transfers.prefill_speed = tokens / self.run(text).forward_seconds
+            transfers.prefill_speed = tokens / self.run(text).report.forward_seconds
 
     def stored_tokens(self, prefix_key: PrefixKey | None) -> int:
         """Return how many tokens at the front of a sequence would be given to a batch now."""

@@ -1,22 +1,21 @@
-"""Requests to the engine, and its results.
+"""Requests to the engine.
 
-PrefillRequest: one sequence              -> PrefillBatch -> PrefillEngine.run -> PrefillResult
+PrefillRequest: one sequence              -> PrefillBatch -> PrefillEngine.run -> PrefillResult (result.py)
 PrefillPart: many sequences, as arrays    ->
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, groupby
 from typing import overload
 
 import numpy as np
 
-from attncache_core.reuse.blend.chunks import Blend, BlendReport
+from attncache_core.reuse.blend.chunks import Blend
 from attncache_core.reuse.kv.memory import PrefixKey
-from attncache_core.reuse.plan import Outcome
 from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import SequencePlan
 from attncache_core.text.token_batch import packed_types
@@ -227,71 +226,3 @@ class PrefillBatch(Sequence[PrefillRequest]):
             of_part = [default if plan is None else plan.prompt_tokens for plan in part.plans]
             counts += of_part * len(part) if len(of_part) == 1 else of_part
         return np.array(counts)
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """The results of a batch, in the order of its requests."""
-
-    outputs: np.ndarray  # float32 [sequences, d]: embeddings before normalisation, or class logits
-    finite: np.ndarray  # bool [sequences], whether all numbers computed for each sequence are finite
-    outcomes: tuple[Outcome, ...]
-    similarities: np.ndarray  # float32 [sequences], nan if the sequence was not compared with records
-    tokens: int  # number of tokens that were computed; a shared prefix counts once
-    asked_tokens: int  # tokens of all sequences
-    cached_tokens: np.ndarray  # int64 [sequences], tokens of each sequence whose keys and values were stored
-    search_seconds: float  # of planning: familiarity, projector, index and checks
-    forward_seconds: float  # of everything else
-    attention_seconds: float  # of attention, without the output projections; part of forward_seconds
-    corrupt_records: int  # number of records that were found damaged and were not used
-    # float32 [sequences], nan if the strangeness of the sequence was not computed; see maps/familiarity.py
-    strangeness: np.ndarray | None = field(default=None, kw_only=True)
-    # Lengths whose records cannot be used any more, because their file was truncated or cannot be read.
-    lost_lengths: tuple[int, ...] = field(default=(), kw_only=True)
-    # Log-probabilities of each sequence's targets, float32 [targets]; None if no sequence has targets.
-    log_probabilities: list[np.ndarray] | None = field(default=None, kw_only=True)
-    # States of the tokens of each sequence whose plan reads them, float32 [tokens, hidden], else [0, hidden];
-    # None if no plan reads any.
-    token_states: list[np.ndarray] | None = field(default=None, kw_only=True)
-    # What was done with the chunks of each sequence; None for one without, and if no sequence has any.
-    blends: list[BlendReport | None] | None = field(default=None, kw_only=True)
-
-
-def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]) -> PrefillResult:
-    """Return the result of several batches of one engine, in the order of the requests.
-
-    indices: int64, for each part the indices of its sequences among the requests.
-    """
-    order = np.argsort(np.concatenate(indices))
-
-    def rows(name: str) -> np.ndarray:
-        joined: np.ndarray = np.concatenate([getattr(part, name) for part in parts])[order]
-        return joined
-
-    def arrays(name: str) -> list[np.ndarray] | None:
-        if all(getattr(part, name) is None for part in parts):
-            return None
-        none = np.zeros(0, dtype=np.float32)
-        found = [array for part in parts for array in getattr(part, name) or [none] * len(part.outcomes)]
-        return [found[index] for index in order.tolist()]
-
-    outcomes = [outcome for part in parts for outcome in part.outcomes]
-    blends = [blend for part in parts for blend in part.blends or [None] * len(part.outcomes)]
-    return PrefillResult(
-        outputs=rows("outputs"),
-        finite=rows("finite"),
-        outcomes=tuple(outcomes[index] for index in order.tolist()),
-        similarities=rows("similarities"),
-        tokens=sum(part.tokens for part in parts),
-        asked_tokens=sum(part.asked_tokens for part in parts),
-        cached_tokens=rows("cached_tokens"),
-        search_seconds=sum(part.search_seconds for part in parts),
-        forward_seconds=sum(part.forward_seconds for part in parts),
-        attention_seconds=sum(part.attention_seconds for part in parts),
-        corrupt_records=sum(part.corrupt_records for part in parts),
-        strangeness=rows("strangeness"),
-        lost_lengths=tuple(length for part in parts for length in part.lost_lengths),
-        log_probabilities=arrays("log_probabilities"),
-        token_states=arrays("token_states"),
-        blends=[blends[index] for index in order.tolist()] if any(blends) else None,
-    )

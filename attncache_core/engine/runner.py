@@ -20,7 +20,8 @@ from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.layers import stack_outputs
-from attncache_core.engine.request import PrefillBatch, PrefillRequest, PrefillResult, joined_results
+from attncache_core.engine.request import PrefillBatch, PrefillRequest
+from attncache_core.engine.result import BatchReport, Compared, PrefillResult, joined
 from attncache_core.engine.targets import log_probabilities, token_states
 from attncache_core.models import PackedModel
 from attncache_core.native.stack import StackRows
@@ -82,7 +83,7 @@ class Runner:
         if reasons is not None:
             return self._run_exact(batch, reasons)
         result = self._run_parts(list(requests))
-        return replace(result, lost_lengths=lost + result.lost_lengths) if lost else result
+        return _with_lost(result, lost) if lost else result
 
     def _ruled_out(self, batch: PrefillBatch) -> tuple[tuple[int, ...], np.ndarray | None]:
         """Return the lengths that were lost, and the outcome_code of each sequence.
@@ -115,7 +116,7 @@ class Runner:
             self._run([requests[index] for index in chosen.tolist()], share=share, blend=blend)
             for chosen, (blend, share) in zip(indices, ways, strict=True)
         ]
-        return joined_results(parts, indices)
+        return joined(parts, indices)
 
     def _makes_vectors(self, batch: PrefillBatch) -> bool:
         """Return whether the compiled stack makes all that is read from a batch, by itself."""
@@ -136,25 +137,18 @@ class Runner:
         assert outputs_of is not None
         stack.wake(self.threads)
         offsets = batch.offsets
-        lengths, tokens = np.diff(offsets), int(offsets[-1])
+        lengths = np.diff(offsets)
         require_tokens(lengths)
         skipped = outputs_of.skipped(lengths, batch.prompt_tokens(self.prompt_tokens))
         rows = StackRows(offsets, ids=batch.ids, types=batch.types, skipped=skipped)
         outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
-        nothing = shared_no_reuse(count)
         return PrefillResult(
-            outputs=outputs,
-            finite=finite,
-            outcomes=tuple(outcomes_of(reasons)),
-            similarities=nothing.similarities,
-            strangeness=nothing.strangeness,
-            tokens=tokens,
-            asked_tokens=tokens,
-            cached_tokens=np.zeros(count, np.int64),
-            search_seconds=0.0,
-            forward_seconds=time.perf_counter() - started,
-            attention_seconds=attention_seconds,
-            corrupt_records=0,
+            outputs,
+            finite,
+            tuple(outcomes_of(reasons)),
+            lengths,
+            np.zeros(count, np.int64),
+            BatchReport(int(offsets[-1]), time.perf_counter() - started, attention_seconds),
         )
 
     def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
@@ -170,7 +164,7 @@ class Runner:
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         assert self.key_values is not None
         parts = [run_blended(self.model, self.key_values.store, request) for request in requests]
-        return parts[0] if len(parts) == 1 else joined_results(parts, list(np.arange(len(parts))[:, None]))
+        return parts[0] if len(parts) == 1 else joined(parts, [[index] for index in range(len(parts))])
 
     def _run_packed(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         if share and self.key_values:
@@ -194,7 +188,7 @@ class Runner:
             with self.deciding:
                 lost = strategy.prepare(changed.lengths) if strategy else ()
             result = self.run(again)
-            return replace(result, lost_lengths=lost + result.lost_lengths)
+            return _with_lost(result, lost)
         batch, plan = done.batch, done.plan
         finite, found, states = batch.in_callers_order(done.finite), None, None
         if reads_hidden:
@@ -203,21 +197,24 @@ class Runner:
             states = token_states(self.model, batch, done.hidden, requests)
         if found is not None:
             finite &= [bool(np.isfinite(values).all()) for values in found]
-        return PrefillResult(
-            outputs=batch.in_callers_order(done.outputs),
-            finite=finite,
-            outcomes=tuple(batch.in_callers_order(plan.outcomes())),
-            similarities=batch.in_callers_order(plan.similarities),
-            strangeness=batch.in_callers_order(plan.strangeness),
+        report = BatchReport(
             tokens=int(batch.offsets[-1]),
-            asked_tokens=sum(len(request.ids) for request in requests),
-            cached_tokens=np.zeros(len(requests), dtype=np.int64),
-            search_seconds=done.search_seconds,
             forward_seconds=time.perf_counter() - started - done.search_seconds,
             attention_seconds=done.attention_seconds,
+            search_seconds=done.search_seconds,
             corrupt_records=plan.corrupt_records,
-            log_probabilities=found,
-            token_states=states,
+        )
+        compared = Compared(*map(batch.in_callers_order, (plan.similarities, plan.strangeness)))
+        return PrefillResult(
+            batch.in_callers_order(done.outputs),
+            finite,
+            tuple(batch.in_callers_order(plan.outcomes())),
+            np.array([len(request.ids) for request in requests], np.int64),
+            np.zeros(len(requests), np.int64),
+            report,
+            compared if strategy else None,
+            found,
+            states,
         )
 
     def _may_reuse(self, requests: Sequence[PrefillRequest]) -> np.ndarray:
@@ -241,3 +238,9 @@ class Runner:
                 # The stack pools the tokens that the sequences of a tree share once, for all of them.
                 groups = list(zip(groups, skipped.tolist(), strict=True))
         return pack_shared(sequences, prompt_tokens, groups)
+
+
+def _with_lost(result: PrefillResult, lengths: tuple[int, ...]) -> PrefillResult:
+    """Return a result whose report names other lengths that were lost, too."""
+    lost = lengths + result.report.lost_lengths
+    return replace(result, report=result.report._replace(lost_lengths=lost))

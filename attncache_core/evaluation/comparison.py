@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from attncache_core.engine.request import PrefillResult
+from attncache_core.engine.result import PrefillResult
 from attncache_core.evaluation.tasks import Task
 from attncache_core.heads.comparator import OutputComparator
 from attncache_core.heads.vectors import require_finite
@@ -163,13 +163,13 @@ def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: Lab
     together = len(labels.prompt.sequence_plans) if labels else 1
     finite = np.concatenate([result.finite for result in results])
     require_finite(finite.reshape(-1, together), "data")
-    search_seconds = sum(result.search_seconds for result in results)
+    search_seconds = sum(result.report.search_seconds for result in results)
     return _Run(
         np.concatenate([_outputs(result, labels) for result in results]),
         [outcome for result in results for outcome in result.outcomes],
         np.concatenate([result.similarities for result in results]),
         seconds,
-        search_seconds + sum(result.attention_seconds for result in results),
+        search_seconds + sum(result.report.attention_seconds for result in results),
         search_seconds,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine, Progress
-from attncache_core.engine.request import PrefillResult
+from attncache_core.engine.result import PrefillResult
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from benchmarks.measuring.few_shot import distinct_prompts, shared_prefixes
 from benchmarks.measuring.stores import (
@@ -366,7 +366,7 @@ def _row(name: str, size: int, passes: dict[tuple[str, int], list[_Pass]]) -> Ro
         speed,
         statistics.median(ratios),
         min(ratios),
-        sum(result.tokens for result in results) / texts,
+        sum(result.report.tokens for result in results) / texts,
         sum(int(result.cached_tokens.sum()) for result in results) / texts,
         exactness.difference,
         exactness.cosine,

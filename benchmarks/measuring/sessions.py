@@ -82,7 +82,7 @@ class Runner:
         self.busy += seconds + saving
         self.free_at = start + seconds + saving
         cached = int(result.cached_tokens[0])
-        self.computed += result.tokens
+        self.computed += result.report.tokens
         self.memory_tokens += min(stored, cached)
         self.disk_tokens += cached - min(stored, cached)
         self.whole += turn.history > 0 and cached >= turn.history

@@ -45,7 +45,7 @@ def measured_prefill_speed(engine: PrefillEngine) -> float:
     """Return how many tokens per second the model computes, measured as a server does at its start."""
     requests = [PrefillRequest([0] * _PREFILL_TOKENS, reuse=False)]
     engine.run(requests)  # the first pass also prepares what later passes share
-    return _PREFILL_TOKENS / engine.run(requests).forward_seconds
+    return _PREFILL_TOKENS / engine.run(requests).report.forward_seconds
 
 
 def layout_of(engine: PrefillEngine) -> BlockLayout:

@@ -24,7 +24,8 @@ from scipy.special import logsumexp
 from attncache_core.calibration.quality import Quality
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.tasks import label_names
 from attncache_core.heads.comparator import Measure, OutputComparator
@@ -158,16 +159,16 @@ class Ways:
         end = case.end
         requests = [self._behind_prefix([*chunk, *end], len(end)) for chunk in case.chunks]
         result = self._run(*requests)
-        logits = self._logits(result)
+        logits, tokens = self._logits(result), result.report.tokens
         answers = {
-            name: Answer(reduce(result.outputs), None if logits is None else reduce(logits), result.tokens)
+            name: Answer(reduce(result.outputs), None if logits is None else reduce(logits), tokens)
             for name, reduce in _REDUCTIONS.items()
         }
         if logits is not None:
             best = int(
                 class_scores(logits, multi_label=self._engine.decisions.multi_label).max(axis=1).argmax()
             )
-            answers = {MAP_RERANK: Answer(result.outputs[best], logits[best], result.tokens), **answers}
+            answers = {MAP_RERANK: Answer(result.outputs[best], logits[best], tokens), **answers}
         return answers
 
     def _behind_prefix(self, ids: Sequence[int], behind: int) -> PrefillRequest:
@@ -185,7 +186,7 @@ class Ways:
 
     def _answer(self, result: PrefillResult) -> Answer:
         logits = self._logits(result)
-        return Answer(result.outputs[0], None if logits is None else logits[0], result.tokens)
+        return Answer(result.outputs[0], None if logits is None else logits[0], result.report.tokens)
 
 
 def method_name(ratio: float, random: bool = False) -> str:

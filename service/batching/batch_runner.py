@@ -23,14 +23,14 @@ from attncache_core import AttnCacheError, NotFinite, Outcome, PrefillEngine, Pr
 from attncache_core.engine.request import PrefillBatch
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import Lookup, RequestResult, Results
+from service.batching.results import Lookup, Results, repeatable
 from service.errors import InternalError, log_failure
 from service.observability.metrics import Metrics
 from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
-Finished = list[tuple[PendingRequest, RequestResult]]
+Finished = list[tuple[PendingRequest, PrefillResult]]
 
 
 class BatchRunner:
@@ -164,15 +164,15 @@ class BatchRunner:
         if verifier and policy:
             verifier.offer(prefills, result, policy)
 
-    def _answer_known(self, piece: Slice, found: Sequence[RequestResult | Lookup]) -> None:
+    def _answer_known(self, piece: Slice, found: Sequence[PrefillResult | Lookup]) -> None:
         """Hand results that are kept to the request of a slice, and answer it if all are known."""
-        answer: RequestResult | None = None
+        answer: PrefillResult | None = None
         lengths = np.diff(piece.prefill.offsets).tolist()
         for place, result, tokens in zip(piece.places, found, lengths, strict=True):
             if result is not Lookup.UNKNOWN:
                 is_kept = result is not Lookup.WAITS
                 self._metrics.observe_repeated("kept" if is_kept else "in_flight", tokens)
-            if isinstance(result, RequestResult):
+            if isinstance(result, PrefillResult):
                 answer = piece.request.add(result, [place])
         if answer is not None:
             self._resolve([(piece.request, answer)])
@@ -184,12 +184,12 @@ class BatchRunner:
             started - request.timing.queued_at for request in requests if not request.timing.batch_at
         )
         self._metrics.observe_batch(result)
-        for length in result.lost_lengths:
+        for length in result.report.lost_lengths:
             logger.warning(
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
         for request in requests:
-            request.timing.add_batch(started, len(result.outcomes))
+            request.timing.add_batch(started, len(result))
         counted: list[Outcome] = []
         first = 0
         for piece in batch:
@@ -225,15 +225,16 @@ class BatchRunner:
         """
         first = 0
         for piece in batch:
-            rows = range(first, first + len(piece))
-            first = rows.stop
+            stop = first + len(piece)
             try:
-                part = RequestResult.of(result, rows, piece.prefill.tokens)
+                part = result.rows(first, stop)
             except BaseException as error:
                 self._not_delivered(piece.request, error, failed)
                 self.give_up([piece])
                 continue
-            found = [(piece.request, part, piece.places), *self._shared(piece, part, result, rows, failed)]
+            finally:
+                first = stop
+            found = [(piece.request, part, piece.places), *self._shared(piece, part, failed)]
             for waiting, computed, places in found:
                 if waiting in failed:
                     continue
@@ -245,32 +246,22 @@ class BatchRunner:
                     finished += [] if answer is None else [(waiting, answer)]
 
     def _shared(
-        self,
-        piece: Slice,
-        part: RequestResult,
-        result: PrefillResult,
-        rows: range,
-        failed: dict[PendingRequest, AttnCacheError],
-    ) -> list[tuple[PendingRequest, RequestResult, Sequence[int]]]:
+        self, piece: Slice, part: PrefillResult, failed: dict[PendingRequest, AttnCacheError]
+    ) -> list[tuple[PendingRequest, PrefillResult, Sequence[int]]]:
         """Return each request that waited for a sequence of a slice, with the result and its place.
 
         part: the result of the slice. Exact results are kept for later requests. What is not finite fails its
         request, and the requests that waited for it.
         """
-        finite = result.finite[rows.start : rows.stop]
-        broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        broken = [] if part.finite.all() else np.flatnonzero(~part.finite).tolist()
         for index in broken:
             self._fail_not_finite(piece, index, failed)
         if self._results is None or piece.names is None:
             return []
-        found: list[tuple[PendingRequest, RequestResult, Sequence[int]]] = []
-        kept: dict[bytes, RequestResult] = {}
-        offsets = piece.prefill.offsets
+        found: list[tuple[PendingRequest, PrefillResult, Sequence[int]]] = []
+        kept: dict[bytes, PrefillResult] = {}
         try:
-            exact = {
-                piece.names[index]: part.repeatable(index, offsets[index + 1] - offsets[index])
-                for index in self._exact(part, finite, result.cached_tokens[rows.start : rows.stop])
-            }
+            exact = {piece.names[index]: repeatable(part, index) for index in self._exact(part)}
             waited = self._results.settle(exact)
             kept = exact
             for expected, shared in waited:
@@ -284,20 +275,19 @@ class BatchRunner:
                 self._instead(replace(expected, names=None))
         return found
 
-    def _exact(self, part: RequestResult, finite: np.ndarray, cached: np.ndarray) -> Sequence[int]:
-        """Return the indices of the sequences whose results are exact and finite.
-
-        finite, cached: of each sequence, whether its result is finite, and its tokens that were stored.
-        """
+    def _exact(self, part: PrefillResult) -> Sequence[int]:
+        """Return the indices of the sequences whose results are exact and finite."""
         key_values = self.engine.key_values
-        is_near = cached > 0 if key_values and key_values.approximation else np.zeros(len(cached), bool)
-        if finite.all() and not (part.hits or part.blends or is_near.any()):
-            return range(len(finite))
-        blends = part.blends or [None] * len(finite)
+        is_exact = part.finite
+        if key_values and key_values.approximation:
+            is_exact = is_exact & (part.cached_tokens == 0)
+        if is_exact.all() and not (part.hits or part.blends):
+            return range(len(part))
+        blends = part.blends or [None] * len(part)
         return [
             index
             for index, (outcome, blend) in enumerate(zip(part.outcomes, blends, strict=True))
-            if finite[index] and not (outcome.is_hit or blend or is_near[index])
+            if is_exact[index] and not (outcome.is_hit or blend)
         ]
 
     def _not_delivered(

@@ -25,7 +25,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from attncache_core import InvalidInput, PrefillEngine
+from attncache_core import InvalidInput, PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
@@ -33,7 +33,7 @@ from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import RequestResult, Results, SequenceNames
+from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source, Texts
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
@@ -117,7 +117,7 @@ class Batcher:
         repeats: bool = True,
         timing: Timing | None = None,
         answered: Callable[[Sequence[PrefillPart]], None] | None = None,
-    ) -> asyncio.Future[RequestResult]:
+    ) -> asyncio.Future[PrefillResult]:
         """Queue the texts of a source and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
@@ -137,7 +137,7 @@ class Batcher:
         shares = engine.runner.shares_prefixes(maps)
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares
-        future: asyncio.Future[RequestResult] = self._loop.create_future()
+        future: asyncio.Future[PrefillResult] = self._loop.create_future()
         request = PendingRequest(
             source,
             used,
@@ -280,9 +280,10 @@ class Batcher:
         kept = self._results.kept(request.digest)
         if kept is None:
             return False
-        request.timing.tokens += kept.asked_tokens
+        tokens = kept.all_asked_tokens
+        request.timing.tokens += tokens
         request.timing.computed_at = time.perf_counter()
-        self._metrics.observe_repeated("kept", kept.asked_tokens, len(kept.outcomes))
+        self._metrics.observe_repeated("kept", tokens, len(kept))
         request.future.set_result(kept)
         return True
 
@@ -296,11 +297,7 @@ class Batcher:
             request.answered(request.parts)
         result = future.result()
         # Kept from the second time on, because most texts do not come again. What others share is exact.
-        if (
-            self._results is not None
-            and request.digest is not None
-            and result.repeated == len(result.outcomes)
-        ):
+        if self._results is not None and request.digest is not None and result.repeated == len(result):
             self._results.settle({request.digest: result})
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, repeat
 from typing import NamedTuple
 
-from attncache_core import InvalidInput, PrefillEngine
+from attncache_core import InvalidInput, PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
+from attncache_core.engine.result import joined
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.batching.results import RequestResult, SequenceNames, joined
+from service.batching.results import SequenceNames
 from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
@@ -161,7 +162,7 @@ class PendingRequest:
     prompt: Prompt
     reuse: bool
     counted: bool  # whether the metric of outcomes counts the sequences
-    future: asyncio.Future[RequestResult]
+    future: asyncio.Future[PrefillResult]
     flow: Sequence[Hashable] = ()
     # Whether the engine computes the sequences as trees of shared prefixes.
     shares_prefixes: bool = False
@@ -182,8 +183,9 @@ class PendingRequest:
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
     _parts: Iterator[Tokenized] | None = None
     _last_ids: Sequence[int] | None = None  # of the sequence that the source has yielded last
-    # Results with the places of their sequences; several threads may add results.
-    _results: list[tuple[Sequence[int], RequestResult]] = field(default_factory=list)
+    # Results, and the places of the sequences of each; several threads may add results.
+    _results: list[PrefillResult] = field(default_factory=list)
+    _places: list[Sequence[int]] = field(default_factory=list)
     _added: int = 0  # sequences with a result
     _adding: threading.Lock = field(default_factory=threading.Lock)
     count: int = field(init=False)  # sequences that the texts become
@@ -236,17 +238,18 @@ class PendingRequest:
         self.tokenized = places.stop
         return piece
 
-    def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
+    def add(self, result: PrefillResult, places: Sequence[int]) -> PrefillResult | None:
         """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
         with self._adding:
-            self._results.append((places, result))
+            self._results.append(result)
+            self._places.append(places)
             self._added += len(places)
             if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
         # A sequence that waited for another request in vain is computed behind later sequences.
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
-        return result if is_whole else joined(self._results)
+        return result if is_whole else joined(self._results, self._places)
 
     def _count_given(self, engine: PrefillEngine, part: Tokenized, piece: Slice) -> None:
         """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""

@@ -244,21 +244,21 @@ class Metrics:
 
     def observe_batch(self, result: PrefillResult) -> None:
         """Count a batch that the engine has run."""
-        self._batch_sequences.observe(len(result.outcomes))
-        self._batch_tokens.observe(result.tokens)
-        counts = (result.asked_tokens, sum(result.cached_tokens.tolist()), result.tokens)
+        self._batch_sequences.observe(len(result))
+        self._batch_tokens.observe(result.report.tokens)
+        counts = (result.all_asked_tokens, result.all_cached_tokens, result.report.tokens)
         for state, count in zip(_TOKEN_STATES, counts, strict=True):
             self._of_state[state].inc(count)
         for report in filter(None, result.blends or ()):
             for state, count in zip(_SEGMENT_STATES, report.tokens_by_state(), strict=True):
                 self._segment_tokens.labels(state).inc(count)
-        self._search_seconds.observe(result.search_seconds)
-        self._forward_seconds.observe(result.forward_seconds)
-        if result.corrupt_records:
-            self._corrupt.inc(result.corrupt_records)
-        if result.lost_lengths:
-            self._lost_segments.inc(len(result.lost_lengths))
-        for similarity in result.similarities.tolist():
+        self._search_seconds.observe(result.report.search_seconds)
+        self._forward_seconds.observe(result.report.forward_seconds)
+        if result.report.corrupt_records:
+            self._corrupt.inc(result.report.corrupt_records)
+        if result.report.lost_lengths:
+            self._lost_segments.inc(len(result.report.lost_lengths))
+        for similarity in result.compared.similarities.tolist() if result.compared else ():
             if similarity == similarity:  # not nan: the sequence was searched
                 self._similarity.observe(similarity)
 

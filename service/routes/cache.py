@@ -167,7 +167,7 @@ async def warm(call: CurrentCall) -> Response:
         return sum(sum(store.lookup(key)) for key in prefix_key)
 
     stored = await asyncio.to_thread(stored_tokens)
-    warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
+    warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.all_cached_tokens, stored_tokens=stored)
     others = await _of_other_workers(call, "warm", Warmed, body)
     return _json(_least([warmed, *others]))
 

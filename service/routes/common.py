@@ -18,11 +18,10 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from attncache_core import InvalidInput, NoClassifier, NotFinite, class_scores
+from attncache_core import InvalidInput, NoClassifier, NotFinite, PrefillResult, class_scores
 from attncache_core.heads.vectors import require_finite
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
-from service.batching.results import RequestResult
 from service.batching.sources import Source
 from service.conversations.conversation import Conversation
 from service.errors import TooManyInputs, rename
@@ -203,7 +202,7 @@ async def computed(
     salt: bytes = b"",
     counted: bool = True,
     repeats: bool = True,
-) -> RequestResult:
+) -> PrefillResult:
     """Compute the texts of a source and return their results. Arguments and errors: see Batcher.submit.
 
     Raises TooManyInputs if the sequences of the texts would never fit into the queue.
@@ -256,7 +255,7 @@ def text_index(error: InvalidInput | NotFinite) -> int | None:
     return int(found[1]) if found else None
 
 
-def answer(content: Any, result: RequestResult, call: Call, source: Source) -> Answer:
+def answer(content: Any, result: PrefillResult, call: Call, source: Source) -> Answer:
     """Return a response with the content as JSON and, if enabled, what was reused in headers.
 
     source: what was computed; headers say what was cut from a conversation.
@@ -264,24 +263,24 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     key_values = call.state.serving().engine.key_values
     kinds = [headers.get(APPROXIMATE_HEADER), "blended" if result.blended else None]
-    if key_values and result.cached_tokens:
+    if key_values and result.all_cached_tokens:
         kinds.append(key_values.approximation)
     if any(kinds):
         headers[APPROXIMATE_HEADER] = ", ".join(filter(None, kinds))
     if call.state.settings.reuse_headers:
-        sequences = len(result.outcomes)
+        sequences = len(result)
         headers[HITS_HEADER] = f"{result.hits}/{sequences}"
         headers[PROTOTYPE_HITS_HEADER] = f"{result.prototype_hits}/{sequences}"
         headers[REPEATED_HEADER] = f"{result.repeated}/{sequences}"
         if key_values:
-            headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
+            headers[CACHED_TOKENS_HEADER] = f"{result.all_cached_tokens}/{result.all_asked_tokens}"
         if result.blended:
             headers[SEGMENTS_HEADER] = _of_segments(result)
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Answer(dumped, tuple([(name.encode(), value.encode()) for name, value in headers.items()]))
 
 
-def _of_segments(result: RequestResult) -> str:
+def _of_segments(result: PrefillResult) -> str:
     """Return what was done with the first chunks, as a list of structured fields (RFC 8941)."""
     chunks = [chunk for report in result.blended for chunk in report.chunks]
     return ", ".join(
@@ -306,7 +305,7 @@ class Classified(NamedTuple):
     labels: tuple[str, ...]
     logits: np.ndarray  # float32 [texts, labels]
     multi_label: bool  # whether each label is decided by itself
-    result: RequestResult
+    result: PrefillResult
 
     def scores(self, multi_label: bool | None = None) -> np.ndarray:
         """Return the scores, float32 [texts, labels]. multi_label: None: as the model says."""
@@ -315,7 +314,7 @@ class Classified(NamedTuple):
 
 async def label_logits(
     call: Call, serving: Serving, source: Source, labels: LabelTokens, *, reuse: bool, salt: bytes
-) -> tuple[np.ndarray, RequestResult]:
+) -> tuple[np.ndarray, PrefillResult]:
     """Compute texts in the prompt of labels, and return the labels' logits, float32 [texts, labels].
 
     Raises NotFinite for the field "labels", and as `computed`.

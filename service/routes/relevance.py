@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, PrefillEngine, class_scores, normalize
+from attncache_core import InvalidInput, PrefillEngine, PrefillResult, class_scores, normalize
+from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
 from attncache_core.text.prompts import Prompt
-from service.batching.results import RequestResult, joined
 from service.batching.sources import Source, Texts
 from service.errors import rename
 from service.routes.common import computed, label_logits, named
@@ -47,7 +47,7 @@ class Relevance(NamedTuple):
     """The scores of documents, higher is better."""
 
     scores: np.ndarray  # float32 [documents]
-    result: RequestResult  # of all sequences
+    result: PrefillResult  # of all sequences
     source: Source
 
     @property
@@ -157,11 +157,10 @@ def _name(field: str, queries: int, index: int) -> str:
     return "query" if index < queries else f"{field}[{index - queries}]"
 
 
-def _joined(results: list[RequestResult]) -> RequestResult:
+def _joined(results: list[PrefillResult]) -> PrefillResult:
     """Return the results of several requests as the result of one."""
-    ends = list(accumulate(len(result.outcomes) for result in results))
-    places = [range(end - len(result.outcomes), end) for end, result in zip(ends, results, strict=True)]
-    return joined(list(zip(places, results, strict=True)))
+    ends = list(accumulate(map(len, results)))
+    return joined(results, [range(end - len(result), end) for end, result in zip(ends, results, strict=True)])
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InputTooLong, InvalidInput, NotFinite, PrefillEngine
+from attncache_core import InputTooLong, InvalidInput, NotFinite, PrefillEngine, PrefillResult
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
-from service.batching.results import RequestResult
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs, rename
 from service.routes.common import computed, text_index
@@ -27,7 +26,7 @@ class Scores(NamedTuple):
 
     labels: list[str]
     scores: np.ndarray  # float32 [inputs, labels]
-    result: RequestResult
+    result: PrefillResult
 
 
 def is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:

@@ -101,7 +101,7 @@ class Verifier(LaterVerifier[_Hit]):
 
     def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: ReusePolicy) -> None:
         """See LaterVerifier."""
-        strangeness = np.full(len(requests), np.nan) if result.strangeness is None else result.strangeness
+        strangeness = result.strangeness
         hits = [outcome.is_hit for outcome in result.outcomes]
         approximate = result.finite & hits & (result.similarities != 1)
         chosen: list[_Hit] = []

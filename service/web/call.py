@@ -20,9 +20,8 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from attncache_core import AttnCacheError, InvalidInput
+from attncache_core import AttnCacheError, InvalidInput, PrefillResult
 from service.access.keys import KeyHolder
-from service.batching.results import RequestResult
 from service.errors import (
     BodyTooLarge,
     ClientGone,
@@ -127,7 +126,7 @@ class Call:
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
-    results: list[RequestResult] = field(default_factory=list)  # of what was computed
+    results: list[PrefillResult] = field(default_factory=list)  # of what was computed
     started: float = field(default_factory=time.perf_counter)
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
@@ -253,7 +252,7 @@ class Call:
             timer.cancel()
             for watch in watches:
                 watch.cancel()
-        if isinstance(result, RequestResult):
+        if isinstance(result, PrefillResult):
             self.results.append(result)
         return result
 

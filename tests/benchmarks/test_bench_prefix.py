@@ -171,7 +171,7 @@ def test_methods_compute_what_their_names_say(engine, tmp_path):
         method.prepare(texts)
         method.before_batch()
         result = method.run(texts)
-        computed[name] = (result.tokens, int(result.cached_tokens.sum()))
+        computed[name] = (result.report.tokens, int(result.cached_tokens.sum()))
     assert computed == {
         RECOMPUTED: (160, 0),
         "shared in the batch": (96, 0),

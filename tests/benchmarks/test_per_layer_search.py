@@ -123,9 +123,9 @@ def test_recorded_sequences_hit_themselves_and_give_the_full_models_outputs(
     assert (result.similarities > 0.999).all()
     searched = np.array(stored_heads) > 0
     assert (layer_hits == searched).all()
-    assert (result.tokens, result.corrupt_records) == (sum(map(len, sequences)), 0)
-    assert min(result.search_seconds, result.attention_seconds) > 0
-    assert result.attention_seconds < result.forward_seconds
+    assert (result.report.tokens, result.report.corrupt_records) == (sum(map(len, sequences)), 0)
+    assert min(result.report.search_seconds, result.report.attention_seconds) > 0
+    assert result.report.attention_seconds < result.report.forward_seconds
 
 
 @dataclass
@@ -234,7 +234,7 @@ def test_damaged_record_is_not_used_and_is_counted(trained, store_of, tiny_refer
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=SIXTEEN_BITS, rtol=0)
     assert layer_hits.tolist() == [[True] * LAYERS, [False] * LAYERS, [True] * LAYERS]
     assert result.outcomes == (Outcome.HIT, Outcome.MISS, Outcome.HIT)
-    assert result.corrupt_records == LAYERS  # counted once per layer
+    assert result.report.corrupt_records == LAYERS  # counted once per layer
 
 
 @pytest.mark.parametrize(

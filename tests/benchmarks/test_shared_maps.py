@@ -84,8 +84,8 @@ def test_blocks_of_one_layer_are_the_full_model(request, model, computing):
     np.testing.assert_allclose(found.outputs, full.outputs, atol=FLOAT32, rtol=0)
     assert found.outcomes == full.outcomes
     np.testing.assert_array_equal(found.similarities, full.similarities)
-    assert (found.tokens, found.corrupt_records) == (147, 0)
-    assert 0 < found.attention_seconds < found.forward_seconds
+    assert (found.report.tokens, found.report.corrupt_records) == (147, 0)
+    assert 0 < found.report.attention_seconds < found.report.forward_seconds
 
 
 @pytest.mark.parametrize("family", ["mpnet", "gemma2"])

@@ -53,11 +53,11 @@ def test_outputs_do_not_depend_on_the_order_of_a_batch(tiny_engine, lengths, dat
 
 def test_result_counts_tokens_and_durations(tiny_engine):
     result = run(tiny_engine, random_sequences([3, 9, 3]))
-    assert result.tokens == 15
+    assert result.report.tokens == 15
     assert result.outputs.dtype == result.similarities.dtype == np.float32
-    assert result.forward_seconds > 0
-    assert result.search_seconds >= 0
-    assert result.corrupt_records == 0
+    assert result.report.forward_seconds > 0
+    assert result.report.search_seconds >= 0
+    assert result.report.corrupt_records == 0
 
 
 def test_without_a_database_nothing_is_searched(tiny_engine):
@@ -227,7 +227,7 @@ def test_prompt_is_excluded_from_pooling_if_the_checkpoint_says_so(tmp_path):
 
 def test_attention_time_is_part_of_the_forward_time(tiny_engine):
     result = run(tiny_engine, random_sequences([30, 9, 3]))
-    assert 0 < result.attention_seconds < result.forward_seconds
+    assert 0 < result.report.attention_seconds < result.report.forward_seconds
 
 
 def test_without_a_database_no_maps_are_reused(tiny_engine):

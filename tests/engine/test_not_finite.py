@@ -153,7 +153,7 @@ def test_damage_in_the_padding_word_is_not_reported_for_texts_without_it(tmp_pat
     folder = damage_weights(write_sentence_transformer(tmp_path), SPECIAL.index("[PAD]"))
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     result = prefill(engine, engine.tokenize(SOUND), reuse=False)
-    assert result.tokens == sum(map(len, engine.tokenize(SOUND)))
+    assert result.report.tokens == sum(map(len, engine.tokenize(SOUND)))
     assert result.finite.all()
 
 
@@ -348,7 +348,7 @@ def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, t
     requests = engine.requests(sequences, prompt, engine.decisions.label_tokens, reuse=False)
     shared = engine.run(requests)
     alone = replace(engine, share_prefixes=False).run(requests)
-    assert shared.tokens < alone.tokens
+    assert shared.report.tokens < alone.report.tokens
     assert shared.finite.tolist() == [account not in ids for ids in sequences] == alone.finite.tolist()
     finite = shared.finite
     np.testing.assert_allclose(shared.outputs[finite], alone.outputs[finite], atol=1e-4)

@@ -231,7 +231,7 @@ def test_documents_of_a_query_share_instruction_and_query(qwen3):
         return engine.run(engine.requests(tokens(query), prompt, engine.decisions.label_tokens))
 
     first, again, other = run(QUERY), run(QUERY), run("how do I reset it")
-    assert first.tokens <= first.asked_tokens - 3 * shared(tokens(QUERY))
+    assert first.report.tokens <= first.all_asked_tokens - 3 * shared(tokens(QUERY))
     # What is stored ends at the end of a block.
     assert (again.cached_tokens > shared(tokens(QUERY)) - BLOCK_TOKENS).all()
     instructed = shared([*tokens(QUERY), *tokens("how do I reset it")])

@@ -364,7 +364,7 @@ def test_a_damaged_record_is_not_used(tiny_database, tiny_checkpoint, tiny_refer
     for _ in range(2):
         result = run(engine, sequences)
         assert result.outcomes == (Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.MISS)
-        assert result.corrupt_records == 2
+        assert result.report.corrupt_records == 2
         expected = tiny_reference.means(sequences)
         np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
         np.testing.assert_allclose(result.outputs[[1, 3]], expected[[1, 3]], atol=FLOAT32)

@@ -8,7 +8,8 @@ import pytest
 from core_models import prefill, random_sequences
 from scipy.spatial.distance import cosine
 
-from attncache_core.engine.prefill import PrefillEngine, PrefillResult
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.result import BatchReport, Compared, PrefillResult
 from attncache_core.evaluation import comparison
 from attncache_core.evaluation.comparison import compare
 from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
@@ -46,14 +47,10 @@ class Fake:
             outputs=self.outputs[indices],
             finite=np.isfinite(self.outputs[indices]).all(axis=1),
             outcomes=tuple(self.outcomes[index] for index in indices),
-            similarities=self.similarities[indices],
-            tokens=len(indices),
-            asked_tokens=len(indices),
+            asked_tokens=np.ones(len(indices), np.int64),
             cached_tokens=np.zeros(len(indices), np.int64),
-            search_seconds=seconds / 8,
-            forward_seconds=seconds / 2,
-            attention_seconds=seconds / 4,
-            corrupt_records=0,
+            report=BatchReport(len(indices), seconds / 2, seconds / 4, seconds / 8),
+            compared=Compared(self.similarities[indices], np.full(len(indices), np.nan, np.float32)),
         )
 
 

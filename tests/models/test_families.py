@@ -494,7 +494,7 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
                 part = requests[batch]
                 result = run_continued(model, store, part, [4] * len(part))
                 assert_near(list(map(torch.from_numpy, result.outputs[:, None])), expected[batch], FLOAT32)
-            assert result.tokens == 0
+            assert result.report.tokens == 0
             assert bool(store.transfers.counts.loaded_blocks) == bool(opened)
             store.close()
 

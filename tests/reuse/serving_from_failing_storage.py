@@ -68,7 +68,7 @@ def lost_lengths(model: Path, folder: Path, sequences: list[list[int]]) -> list[
         thread.join()
     for result in results:
         np.testing.assert_allclose(result.outputs, full, atol=SIXTEEN_BITS)
-    return sorted(length for result in results for length in result.lost_lengths)
+    return sorted(length for result in results for length in result.report.lost_lengths)
 
 
 def overwrite(maps: Path) -> None:

@@ -185,7 +185,7 @@ def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
     ):
         result = run(engine, recorded)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
-    assert result.lost_lengths == (7,)
+    assert result.report.lost_lengths == (7,)
 
 
 @mapped_records
@@ -198,8 +198,8 @@ def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, 
         cutting()
     with in_the_middle(engine, cutting) if in_a_batch else nullcontext():
         results = [run(engine, recorded) for _ in range(3)]
-    assert [result.lost_lengths for result in results] == [(7,), (), ()]
-    assert [result.corrupt_records for result in results] == [0, 0, 0]
+    assert [result.report.lost_lengths for result in results] == [(7,), (), ()]
+    assert [result.report.corrupt_records for result in results] == [0, 0, 0]
     for result in results:
         assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
     assert engine.info().database.lost_lengths == [7]
@@ -210,8 +210,8 @@ def test_all_segments_can_be_lost_in_one_batch(tiny_checkpoint, folder, recorded
     engine = engine_on(tiny_checkpoint, folder)
     with in_the_middle(engine, lambda: [cut(path_of(folder, length)) for length in LENGTHS]):
         result = run(engine, recorded)
-    assert set(result.lost_lengths) == set(LENGTHS)
-    assert len(result.lost_lengths) == len(LENGTHS)
+    assert set(result.report.lost_lengths) == set(LENGTHS)
+    assert len(result.report.lost_lengths) == len(LENGTHS)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
     assert run(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * len(recorded)
 
@@ -223,7 +223,7 @@ def test_records_of_a_replaced_or_deleted_file_are_still_used(tiny_checkpoint, f
     for _ in range(2):
         result = run(engine, recorded)
         assert set(result.outcomes) == {Outcome.HIT}
-        assert (result.lost_lengths, result.corrupt_records) == ((), 0)
+        assert (result.report.lost_lengths, result.report.corrupt_records) == ((), 0)
 
 
 def test_engine_still_uses_the_old_files_after_its_database_is_built_again(
@@ -257,11 +257,11 @@ def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpo
     result = run(engine, recorded)
     # The write may still be in progress, so the segment is not used at first.
     assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
-    assert (result.corrupt_records, result.lost_lengths) == (0, ())
+    assert (result.report.corrupt_records, result.report.lost_lengths) == (0, ())
     time.sleep(SETTLED)
     result = run(engine, recorded)
     assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
-    assert (result.corrupt_records, result.lost_lengths) == (6, ())
+    assert (result.report.corrupt_records, result.report.lost_lengths) == (6, ())
     with path.open("r+b") as file:
         file.write(content)
     assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.NOT_SEARCHED}
@@ -312,7 +312,7 @@ def test_records_are_still_used_after_a_change_outside_the_records(
     time.sleep(seconds)
     result = run(engine, recorded)
     assert set(result.outcomes) == {Outcome.HIT}
-    assert result.corrupt_records == 0
+    assert result.report.corrupt_records == 0
 
 
 @mapped_records
@@ -361,7 +361,7 @@ def test_record_that_is_damaged_before_it_is_read_is_not_used(tiny_checkpoint, f
     overwrite(path_of(folder, 7))
     result = run(engine_on(tiny_checkpoint, folder), recorded)
     assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
-    assert result.corrupt_records == 6
+    assert result.report.corrupt_records == 6
 
 
 # The background check.
@@ -423,7 +423,7 @@ def test_scrub_of_a_truncated_file_loses_the_segment_and_reports_no_record(
     cut(path_of(folder, 7))
     assert changed_by_scrub(engine) == 0
     result = run(engine, recorded)
-    assert result.lost_lengths == (7,)
+    assert result.report.lost_lengths == (7,)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 
 

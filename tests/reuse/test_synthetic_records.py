@@ -241,7 +241,7 @@ def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
     engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
     for _ in range(2):
         result = run(engine, sequences)
-        assert result.corrupt_records >= sum(victims)
+        assert result.report.corrupt_records >= sum(victims)
         assert [not outcome.is_hit for outcome in result.outcomes] == victims
         full = tiny_reference.means(sequences)
         np.testing.assert_allclose(result.outputs[victims], full[victims], atol=FLOAT32)
@@ -257,7 +257,7 @@ def test_damaged_record_of_a_declined_sequence_is_not_counted(
     damage_record(damaged_folder, 7, int(plan(engines[name], [ids])[0][0]))
     engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
     result = prefill(engine, [ids, ids, ids], reuse=[True, False, False])
-    assert result.corrupt_records == 1
+    assert result.report.corrupt_records == 1
 
 
 def test_without_a_search_the_mean_replaces_a_damaged_record(
@@ -268,10 +268,10 @@ def test_without_a_search_the_mean_replaces_a_damaged_record(
     damage_record(damaged_folder, 7, int(plan(engines["unsearched"], [ids])[0][0]))
     result = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["unsearched"]), [ids])
     assert result.outcomes == (Outcome.PROTOTYPE_HIT,)
-    assert result.corrupt_records == 1
+    assert result.report.corrupt_records == 1
     closed = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["recorded only"]), [ids])
     assert not closed.outcomes[0].is_hit
-    assert closed.corrupt_records == 1
+    assert closed.report.corrupt_records == 1
 
 
 def test_info_counts_sentences_and_synthetic_records_separately(folder):

@@ -19,6 +19,7 @@ from attncache_core import InputTooLong, InvalidInput, NoClassifier, Outcome, Pr
 from attncache_core import normalize as unit_length
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.info import EngineInfo
+from attncache_core.engine.result import BatchReport, Compared
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.reuse.maps.info import DatabaseInfo
@@ -210,15 +211,13 @@ class FakeEngine:
             outputs=np.stack(outputs),
             finite=np.array([text != NOT_FINITE for text in texts]),
             outcomes=outcomes,
-            similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
-            tokens=sum(map(len, texts)),
-            asked_tokens=sum(map(len, texts)),
+            asked_tokens=np.array([len(text) for text in texts]),
             cached_tokens=np.zeros(len(texts), np.int64),
-            search_seconds=0.001,
-            forward_seconds=0.002,
-            attention_seconds=0.0,
-            corrupt_records=texts.count(CORRUPT),
-            strangeness=np.array([self.strangeness(text) for text in texts], np.float32),
+            report=BatchReport(sum(map(len, texts)), 0.002, 0.0, 0.001, texts.count(CORRUPT)),
+            compared=Compared(
+                np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
+                np.array([self.strangeness(text) for text in texts], np.float32),
+            ),
             token_states=[np.stack([embedding_of([token]) for token in request.ids]) for request in requests],
         )
 

@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from queueing import LABELLED, LabelledEngine, assert_result_of, hold
 
-from attncache_core import NotFinite, Outcome, PrefillEngine
+from attncache_core import NotFinite, Outcome, PrefillEngine, PrefillResult
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.request import PrefillPart
+from attncache_core.engine.result import BatchReport, joined
 from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
+from service.batching import batch_runner
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.request_queue import _MAX_LOOKUPS
-from service.batching.results import Lookup, RequestResult, Results, SequenceNames, joined
+from service.batching.results import Lookup, Results, SequenceNames, repeatable
 from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull
 from service.observability.finished import Timing
@@ -38,8 +40,14 @@ def submit(batcher, *texts, salt=b"", **more):
     return batcher.submit(Texts(texts, truncate=True), **{"reuse": True, "salt": salt, **more})
 
 
-def result_of(number, size=8):
-    return RequestResult(np.full((1, size), number, np.float32), (Outcome.MISS,), 3, 0)
+def result_of(outputs, outcomes=None, **more):
+    count, tokens = len(outputs), np.full(len(outputs), 3)
+    outcomes = outcomes or (Outcome.MISS,) * count
+    return PrefillResult(outputs, np.ones(count, bool), outcomes, tokens, tokens - 1, **more)
+
+
+def kept_result(number, size=8):
+    return repeatable(result_of(np.full((1, size), number, np.float32)), 0)
 
 
 async def test_text_that_was_computed_is_not_computed_again():
@@ -50,7 +58,7 @@ async def test_text_that_was_computed_is_not_computed_again():
     assert_result_of(["a", "bb"], first)
     assert_result_of(["bb", "ccc", "a"], second)
     assert engine.batches == [["a", "bb"], ["ccc"]]
-    assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
+    assert (first.repeated, second.repeated, second.all_asked_tokens) == (0, 2, 6)
 
 
 async def test_request_that_was_answered_twice_is_answered_while_every_thread_is_busy_and_the_queue_is_full():
@@ -63,11 +71,8 @@ async def test_request_that_was_answered_twice_is_answered_while_every_thread_is
         timing = Timing()
         again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=10)
         assert_result_of(["a", "bb"], again)
-        assert (again.repeated, again.asked_tokens, timing.tokens) == (
-            2,
-            first.asked_tokens,
-            first.asked_tokens,
-        )
+        tokens = first.all_asked_tokens
+        assert (again.repeated, again.all_asked_tokens, timing.tokens) == (2, tokens, tokens)
         assert not np.shares_memory(again.outputs, first.outputs)
         with pytest.raises(QueueFull):  # other salts share nothing
             submit(batcher, "a", "bb", salt=b"x")
@@ -241,29 +246,31 @@ async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path):
 
 
 def test_least_recently_used_results_leave():
-    each = result_of(0).bytes
-    results = Results(3 * each)
+    one = Results(2**20)
+    one.settle({b"a": kept_result(0)})
+    results = Results(3 * one.bytes)
     for number, name in enumerate([b"a", b"b", b"c"]):
         assert results.find([name], str) == [Lookup.UNKNOWN]
-        results.settle({name: result_of(number)})
-    assert isinstance(*results.find([b"a"], str), RequestResult)
+        results.settle({name: kept_result(number)})
+    assert isinstance(*results.find([b"a"], str), PrefillResult)
     assert results.find([b"d"], str) == [Lookup.UNKNOWN]
-    results.settle({b"d": result_of(3)})
+    results.settle({b"d": kept_result(3)})
     assert results.find([b"b"], str) == [Lookup.UNKNOWN]
-    assert all(isinstance(result, RequestResult) for result in results.find([b"a", b"c", b"d"], str))
-    assert (len(results), results.bytes) == (3, 3 * each)
+    assert all(isinstance(result, PrefillResult) for result in results.find([b"a", b"c", b"d"], str))
+    assert (len(results), results.bytes) == (3, 3 * one.bytes)
 
 
 def test_kept_result_holds_no_other_rows_of_its_batch():
-    batch = RequestResult(np.zeros((64, 8), np.float32), (Outcome.MISS,) * 64, 3 * 64, 0)
+    batch = result_of(np.zeros((64, 8), np.float32))
     results = Results(2**20)
     results.find([b"a"], str)
-    results.settle({b"a": batch.repeatable(3, 5)})
+    results.settle({b"a": repeatable(batch, 3)})
     (kept,) = results.find([b"a"], str)
-    assert isinstance(kept, RequestResult)
+    assert isinstance(kept, PrefillResult)
     assert kept.outputs.base is None
+    assert kept.asked_tokens.base is None
     assert kept.outputs.shape == (1, 8)
-    assert (kept.asked_tokens, kept.cached_tokens, kept.repeated) == (5, 0, 1)
+    assert (kept.all_asked_tokens, kept.all_cached_tokens, kept.repeated) == (3, 0, 1)
 
 
 def test_names_that_a_failed_caller_looked_up_are_unknown_to_the_next_one():
@@ -272,37 +279,39 @@ def test_names_that_a_failed_caller_looked_up_are_unknown_to_the_next_one():
         results.find([b"a", b"b", b"a"], lambda index: 1 // (index - 2))
     assert results.find([b"a", b"b"], str) == [Lookup.UNKNOWN] * 2
     assert results.find([b"b", b"b", b"c"], str) == [Lookup.WAITS, Lookup.WAITS, Lookup.UNKNOWN]
-    result = result_of(2)
+    result = kept_result(2)
     assert results.settle({b"a": result, b"b": result}) == [("0", result), ("1", result)]
 
 
 @given(st.integers(1, 9).flatmap(lambda count: st.permutations(range(count))), st.data())
 def test_parts_that_are_joined_are_the_whole_result(places, data):
     count = len(places)
-    whole = RequestResult(
-        np.arange(2.0 * count, dtype=np.float32).reshape(count, 2),
-        tuple(data.draw(st.sampled_from(Outcome)) for _ in places),
-        3 * count,
-        2 * count,
-        log_probabilities=tuple(np.full(place + 1, place, np.float32) for place in range(count)),
+    outcomes = tuple(data.draw(st.sampled_from(Outcome)) for _ in places)
+    numbers = [np.full(place + 1, place, np.float32) for place in range(count)]
+    whole = result_of(
+        np.arange(2.0 * count, dtype=np.float32).reshape(count, 2), outcomes, log_probabilities=numbers
     )
     cut = data.draw(st.integers(0, count))
-    parts = []
-    for chosen in filter(None, (places[:cut], places[cut:])):  # one part, if the cut is at an end
-        part = RequestResult(
-            whole.outputs[list(chosen)],
-            tuple(whole.outcomes[place] for place in chosen),
-            3 * len(chosen),
-            2 * len(chosen),
-            log_probabilities=tuple(whole.log_probabilities[place] for place in chosen),
+    # One part, if the cut is at an end.
+    chosen = [list(part) for part in (places[:cut], places[cut:]) if part]
+    parts = [
+        result_of(
+            whole.outputs[part],
+            tuple(outcomes[place] for place in part),
+            log_probabilities=[numbers[place] for place in part],
+            repeated=len(part),
+            report=BatchReport(len(part), lost_lengths=(len(part),)),
         )
-        parts.append((chosen, part))
-    found = joined(parts)
-    np.testing.assert_array_equal(found.outputs, whole.outputs)
-    assert found[1:4] == whole[1:4]
-    for log_probability, expected in zip(found.log_probabilities, whole.log_probabilities, strict=True):
+        for part in chosen
+    ]
+    found = joined(parts, chosen)
+    for name in ("outputs", "finite", "asked_tokens", "cached_tokens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
+    assert (found.outcomes, found.repeated) == (outcomes, count)
+    assert found.report == BatchReport(count, lost_lengths=tuple(map(len, chosen)))
+    for log_probability, expected in zip(found.log_probabilities, numbers, strict=True):
         np.testing.assert_array_equal(log_probability, expected)
-    assert (found.token_states, found.blends) == ((), ())
+    assert (found.compared, found.token_states, found.blends) == (None, None, None)
 
 
 sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
@@ -418,14 +427,14 @@ async def test_sequence_that_is_computed_behind_others_of_its_request_keeps_its_
 
 
 async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatch):
-    of = RequestResult.of
+    rows = PrefillResult.rows
 
-    def failing(result, rows, tokens):
-        if tokens == len("too much"):
+    def failing(result, first, stop):
+        if result.asked_tokens[first] == len("too much"):
             raise MemoryError
-        return of(result, rows, tokens)
+        return rows(result, first, stop)
 
-    monkeypatch.setattr(RequestResult, "of", failing)
+    monkeypatch.setattr(PrefillResult, "rows", failing)
     engine = FakeEngine()
     async with batching(engine) as batcher:
         busy = await hold(engine, batcher)
@@ -445,7 +454,7 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkey
     def failing(_result, _index):
         raise MemoryError
 
-    monkeypatch.setattr(RequestResult, "repeatable", failing)
+    monkeypatch.setattr(batch_runner, "repeatable", failing)
     engine = FakeEngine()
     async with batching(engine) as batcher, asyncio.timeout(10):
         for result in await asyncio.gather(*(submit(batcher, "same") for _ in range(3))):

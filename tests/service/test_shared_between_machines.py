@@ -459,7 +459,7 @@ async def test_prefix_of_another_machine_is_given_exactly_and_other_names_belong
     second = engine_of(folder, valkey.url)
     found = outputs(second)
     np.testing.assert_array_equal(found.outputs, expected.outputs)
-    assert found.tokens == 0
+    assert found.report.tokens == 0
     assert second.key_values.store.counts.given_blocks["shared"] > 0
     other = engine_of(folder, valkey.url, kv_disk_dtype="int8")
     assert other.info().key_values.identity != first.info().key_values.identity
@@ -617,7 +617,7 @@ async def test_user_with_the_commands_of_the_documentation_may_do_everything(
         assert (values["attncache_sessions",], values["attncache_shared_away",]) == (1, 0)
     assert engine.map_reuse.reuse_off == []
     models = engine_of(folder, url), engine_of(folder, url)
-    assert outputs(models[0]).tokens > outputs(models[1]).tokens == 0
+    assert outputs(models[0]).report.tokens > outputs(models[1]).report.tokens == 0
     models[0].key_values.store.clear()
     for model in models:
         assert (shared_counts(model).failures, shared_counts(model).failed_writes) == (0, 0)

@@ -22,6 +22,7 @@ from running import samples
 from verifying import FAILURES, VERIFIED, AnyText, requests_of, serve, verifier_of, verify_all
 
 from attncache_core import AttentionDatabase, CorruptDatabase, LinearClassifier, PrefillEngine
+from attncache_core.engine.result import Compared
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
@@ -238,7 +239,7 @@ def test_recorded_texts_are_not_verified():
         def run(self, requests):
             result = super().run(requests)
             similarities = np.where(result.outputs[:, ord("r")] > 0, 1, result.similarities)
-            return replace(result, similarities=similarities.astype(np.float32))
+            return replace(result, compared=Compared(similarities.astype(np.float32), result.strangeness))
 
     engine, metrics = RecordingEngine(stored=AnyText()), Metrics()
     verifier = verifier_of(engine, metrics)

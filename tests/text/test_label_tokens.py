@@ -127,11 +127,11 @@ def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
         results.append(sharing.run(engine.requests(sequences, prompt, label_tokens)))
     shared, alone = results
     # Texts share the beginning of the template only if this saves enough.
-    assert distinct_prefixes(sequences) <= shared.tokens <= sum(of_each) < whole / 3
-    assert alone.tokens == whole
+    assert distinct_prefixes(sequences) <= shared.report.tokens <= sum(of_each) < whole / 3
+    assert alone.report.tokens == whole
     for at, expected in zip(range(0, len(sequences), of_texts), of_each, strict=True):
         part = slice(at, at + of_texts)
-        assert engine.run(engine.requests(sequences[part], prompt, label_tokens)).tokens == expected
+        assert engine.run(engine.requests(sequences[part], prompt, label_tokens)).report.tokens == expected
     np.testing.assert_allclose(shared.outputs, alone.outputs, atol=SUMMED)
     for log_probability, expected in zip(shared.log_probabilities, alone.log_probabilities, strict=True):
         np.testing.assert_allclose(log_probability, expected, atol=SUMMED)
@@ -418,7 +418,7 @@ def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order
     plans = [None if reused else several.sequence_plan(index) for index, reused in enumerate(reuse)]
     found = prefill(engine, sequences, reuse=reuse, plans=plans)
     assert any(outcome.is_hit for outcome in found.outcomes)
-    assert found.tokens < sum(map(len, sequences))
+    assert found.report.tokens < sum(map(len, sequences))
     for index, (ids, reused, plan) in enumerate(zip(sequences, reuse, plans, strict=True)):
         alone = prefill(engine, [ids], reuse=reused, plans=[plan])
         assert (found.outcomes[index],) == alone.outcomes

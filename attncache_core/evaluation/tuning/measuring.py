@@ -25,7 +25,8 @@ from attncache_core.calibration.gain import BATCH_SEQUENCES, BATCH_TOKENS
 from attncache_core.calibration.quality import Quality
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.engine.result import PrefillResult
 from attncache_core.evaluation.comparison import alternate, median_ratio
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.classifier import LinearClassifier

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.batching.results import RequestResult
+from attncache_core import PrefillResult
 from service.routes.common import ERRORS
 from service.schemas import Dimensions, Name, TextsOrIds
 from service.settings import Settings
@@ -122,12 +122,12 @@ OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
 } | {404: {"model": OpenAIErrorBody, "description": "The server does not serve the model."}}
 
 
-def usage_of(result: RequestResult, settings: Settings) -> dict[str, Any]:
+def usage_of(result: PrefillResult, settings: Settings) -> dict[str, Any]:
     """Return the Usage of a request. With --no-reuse-headers, what was reused is left out."""
-    usage = {"prompt_tokens": result.asked_tokens, "total_tokens": result.asked_tokens}
+    usage = {"prompt_tokens": result.all_asked_tokens, "total_tokens": result.all_asked_tokens}
     if not settings.reuse_headers:
         return usage
-    details: dict[str, Any] = {"cached_tokens": result.cached_tokens}
+    details: dict[str, Any] = {"cached_tokens": result.all_cached_tokens}
     if result.blended:
         details["segments"] = [chunk._asdict() for report in result.blended for chunk in report.chunks]
     return {**usage, "prompt_tokens_details": details}

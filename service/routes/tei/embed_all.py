@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,11 +64,11 @@ async def embed_all(call: CurrentCall) -> Answer:
     )
     limited = _Limited(source, _MAX_NUMBERS // engine.model.hidden_size)
     result = await computed(call, serving, limited, reuse=reuse, prompt=reading, salt=call.salt())
-    content = await asyncio.to_thread(_json, result.token_states)
+    content = await asyncio.to_thread(_json, result.token_states or ())
     return answer(orjson.Fragment(content), result, call, source)
 
 
-def _json(states: tuple[np.ndarray, ...]) -> bytes:
+def _json(states: Sequence[np.ndarray]) -> bytes:
     """Return states, each float32 [tokens, hidden], as JSON."""
     return b"[" + b",".join(map(_json_of_text, states)) + b"]"
 

@@ -282,9 +282,9 @@ def test_the_report_adds_up(model):
     assert first.blends[0].tokens_by_state() == (0, 0, 67)
     assert report.tokens_by_state() == (67 - sum(rows), sum(rows), 0)
     assert found.cached_tokens.tolist() == [67 - sum(rows)]
-    assert found.asked_tokens == 67 + len(query)
-    assert found.tokens == sum(report.rows) // LAYERS
-    assert first.tokens == found.tokens + first.blends[0].computed_tokens
+    assert found.all_asked_tokens == 67 + len(query)
+    assert found.report.tokens == sum(report.rows) // LAYERS
+    assert first.report.tokens == found.report.tokens + first.blends[0].computed_tokens
 
 
 def test_targets_have_the_log_probabilities_of_the_full_model(model, folder):

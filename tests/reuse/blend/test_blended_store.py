@@ -302,4 +302,4 @@ def test_a_pass_that_fails_lets_its_blocks_go(model, store):
     with mock.patch.object(blended, "run_layers", side_effect=MemoryError), pytest.raises(MemoryError):
         run_share(model, store, chunks, query, 0.3)
     assert_nothing_is_in_use(store)
-    assert run(model, store, [[*OPENING, *chunks[1]]]).tokens == 0  # the chunks were stored before
+    assert run(model, store, [[*OPENING, *chunks[1]]]).report.tokens == 0  # the chunks were stored before

@@ -99,7 +99,7 @@ def test_results_and_computed_tokens_are_those_of_the_tree(models, batches, data
         assert_same(model, result.outputs, expected.outputs)
         cached = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
         assert result.cached_tokens.tolist() == cached
-        assert result.tokens == remembered.computed(sequences, salts)
+        assert result.report.tokens == remembered.computed(sequences, salts)
         for ids, salt in batch:
             if salt is not None:
                 remembered.add(ids, salt)
@@ -111,7 +111,7 @@ def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     store, sequences = store_of(model), [random_ids(40), random_ids(7, 1)]
     first = run(model, store, sequences)
     again = run(model, store, sequences)
-    assert (again.tokens, again.attention_seconds) == (0, 0.0)
+    assert (again.report.tokens, again.report.attention_seconds) == (0, 0.0)
     assert_same(model, again.outputs, first.outputs)
 
 
@@ -121,23 +121,23 @@ def test_a_conversation_computes_only_its_new_tokens(model):
         new = random_ids(11 + turn, turn)
         history = history + new
         result = run(model, store, [history])
-        assert result.tokens == len(new)
+        assert result.report.tokens == len(new)
         assert_same(model, result.outputs, plain(model, [history]).outputs)
 
 
 def test_how_many_tokens_are_computed_depends_on_the_own_salt_only(model):
     store, ids = store_of(model), random_ids(50)
-    assert run(model, store, [ids], salts=[b"one"]).tokens == 50
-    assert run(model, store, [ids], salts=[b"two"]).tokens == 50
-    assert run(model, store, [ids], salts=[b"one"]).tokens == 0
-    assert run(model, store, [ids, ids], salts=[b"three", b"four"]).tokens == 100
+    assert run(model, store, [ids], salts=[b"one"]).report.tokens == 50
+    assert run(model, store, [ids], salts=[b"two"]).report.tokens == 50
+    assert run(model, store, [ids], salts=[b"one"]).report.tokens == 0
+    assert run(model, store, [ids, ids], salts=[b"three", b"four"]).report.tokens == 100
 
 
 def test_what_pooling_leaves_out_is_part_of_the_key(model):
     store, ids = store_of(model), random_ids(40)
     run(model, store, [ids], skipped=3)
     found = run(model, store, [ids], skipped=8)
-    assert found.tokens == 40
+    assert found.report.tokens == 40
     assert_same(model, found.outputs, plain(model, [ids], skipped=8).outputs)
 
 
@@ -187,7 +187,7 @@ def test_a_batch_that_fails_frees_what_it_reserved(model):
         run(model, store, [ids])
     assert store.memory.pool.used == 0
     assert_nothing_is_in_use(store)
-    assert run(model, store, [ids]).tokens == 40
+    assert run(model, store, [ids]).report.tokens == 40
 
 
 @pytest.mark.parametrize("places", [0, 1, 3])
@@ -224,7 +224,7 @@ def test_clearing_frees_all_places_even_of_blocks_in_use(model):
     assert store.memory.pool.used == 3
     store.finish(reservation)
     assert store.memory.pool.used == 0
-    assert run(model, store, [ids]).tokens == 40
+    assert run(model, store, [ids]).report.tokens == 40
 
 
 def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
@@ -252,8 +252,8 @@ def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
         may_go_on.set()
         one.join()
         two.join()
-    assert results["first"].tokens == len(first)
-    assert results["second"].tokens == 9
+    assert results["first"].report.tokens == len(first)
+    assert results["second"].report.tokens == 9
     assert_same(model, results["second"].outputs, plain(model, [second]).outputs)
 
 
@@ -261,7 +261,7 @@ def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
     monkeypatch.setattr("attncache_core.reuse.kv.store._MAX_WAITING_SECONDS", 0.01)
     store, ids = store_of(model), random_ids(40)
     stuck = store.begin([prefix_key(ids)])
-    assert run(model, store, [ids]).tokens == 40
+    assert run(model, store, [ids]).report.tokens == 40
     store.abandon(stuck)
     assert_nothing_is_in_use(store)
 
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_be_packed_frees_what_it_reserved(model):
 def test_groups_share_nothing_in_a_batch(model):
     store, ids = store_of(model), random_ids(40)
     requests = [PrefillRequest(ids, False, group=group) for group in ("one", "one", "two")]
-    assert run_continued(model, store, requests, [0] * 3).tokens == 80
+    assert run_continued(model, store, requests, [0] * 3).report.tokens == 80
 
 
 def test_a_sequence_without_tokens_is_refused(model):

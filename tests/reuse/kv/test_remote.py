@@ -100,7 +100,7 @@ def test_another_machine_gets_what_was_saved_exactly_and_once(model, open_store,
     third = open_store(values, folder)
     result = run(model, third, sequences)
     assert_same(model, result.outputs, expected)
-    assert result.tokens == 0
+    assert result.report.tokens == 0
     # The disk comes first, and has what was computed here.
     assert third.counts.given_blocks["disk"] == (4 if folder else 0)
     settled(third)
@@ -189,12 +189,12 @@ def test_nothing_is_asked_where_computing_is_faster_and_a_slow_store_may_rest(mo
     values.asked.clear()
     store = open_store(values)
     store.transfers.remote_speed, store.transfers.prefill_speed = 1.0, 1e9
-    assert run(model, store, [ids]).tokens == 64
+    assert run(model, store, [ids]).report.tokens == 64
     assert "heads" not in values.asked
     store.transfers.flush()
     store = open_store(values)
     store.transfers.prefill_speed = 1e12  # and the speed of the store is not known
-    assert run(model, store, [ids]).tokens == 0
+    assert run(model, store, [ids]).report.tokens == 0
     assert values.rests == 1
 
 
@@ -235,7 +235,7 @@ def test_speed_is_learned_from_what_is_loaded_if_the_store_was_away_at_the_start
     values.fails = set()
     run(model, store, [ids[:40]])
     assert store.transfers.remote_speed == 0  # of a few blocks, it is chance
-    assert run(model, store, [ids]).tokens == 0
+    assert run(model, store, [ids]).report.tokens == 0
     assert store.transfers.remote_speed > 0
     settled(store)
 

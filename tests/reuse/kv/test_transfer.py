@@ -53,7 +53,7 @@ def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, 
     after = open_store()
     found = run(model, after, sequences)
     assert_same(model, found.outputs, expected)
-    assert found.tokens == 0
+    assert found.report.tokens == 0
     assert after.counts.given_blocks == {"memory": 0, "disk": len(store.memory)}
     longer = [ids + random_ids(12, 3) for ids in sequences]
     again = open_store()
@@ -120,7 +120,7 @@ def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, o
     assert 7 <= store.transfers.counts.dropped_writes <= 8  # the thread may have taken one block already
     may_write.set()
     settled(store)
-    assert run(model, store, [random_ids(160)]).tokens == 0  # memory has them all
+    assert run(model, store, [random_ids(160)]).report.tokens == 0  # memory has them all
 
 
 @pytest.mark.parametrize("part", [0, 1, LAYERS - 1, LAYERS])
@@ -261,10 +261,10 @@ def test_nothing_is_loaded_where_computing_is_faster(model, open_store):
     run(model, open_store(), [ids])
     store = open_store()
     store.transfers.load_speed, store.transfers.prefill_speed = 1.0, 1e9
-    assert run(model, store, [ids]).tokens == 64
+    assert run(model, store, [ids]).report.tokens == 64
     store = open_store()
     store.transfers.load_speed, store.transfers.prefill_speed = 1e12, 1.0
-    assert run(model, store, [ids]).tokens == 0
+    assert run(model, store, [ids]).report.tokens == 0
 
 
 def test_two_stores_of_one_folder_find_each_others_blocks(model, tmp_path):
@@ -275,10 +275,10 @@ def test_two_stores_of_one_folder_find_each_others_blocks(model, tmp_path):
     first, second, ids = open_one(), open_one(), random_ids(40)
     run(model, first, [ids])
     first.transfers.flush()
-    assert run(model, second, [ids]).tokens == 0
+    assert run(model, second, [ids]).report.tokens == 0
     first.clear()
     third = open_one()
-    assert run(model, third, [ids]).tokens == 40
+    assert run(model, third, [ids]).report.tokens == 40
     for store in (first, second, third):
         store.close()
 
