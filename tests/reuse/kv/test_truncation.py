@@ -58,7 +58,7 @@ def test_new_tokens_continue_the_kept_ones_and_only_they_are_computed(model):
     truncated = run(model, store, [kept + new], salts=[salt])
     assert (truncated.report.tokens, truncated.cached_tokens.tolist()) == (7, [50])
     exact = run(model, store, [kept + new])
-    assert exact.tokens == 57  # what was truncated does not stand for these tokens
+    assert exact.report.tokens == 57  # what was truncated does not stand for these tokens
     assert not np.array_equal(truncated.outputs, exact.outputs)
     assert truncated.finite.all()
 
