@@ -32,7 +32,9 @@ _ENTRY_BYTES = 300
 _LOCKED_SECONDS = 0.25
 # After an error the file is left alone for this time, so that requests do not wait one after the other.
 _RETRY_SECONDS = 1.0
-_WRITES_PER_TRIM = 64
+# A process looks at the bounds after so many writes, and after this share of the bytes that may be kept.
+_WRITES_PER_TRIM, _TRIM_SHARE = 64, 1 / 64
+_MAX_JOURNAL_BYTES = 4 * 2**20
 
 
 class Store(Protocol):
@@ -119,18 +121,15 @@ class SqliteStore:
     """Keeps values in an SQLite file for several processes of one machine. Not to be used across a fork.
 
     A call takes some 20 microseconds and blocks the event loop, which is less than to hand the call to a
-    thread. Only every 64th write looks at the bounds. The file does not outlive the server, so nothing is
-    flushed to the disk.
+    thread. The file does not outlive the server, so nothing is flushed to the disk.
     """
 
-    def __init__(
-        self, path: Path, table: str, max_entries: float = _FOREVER, max_bytes: float = _FOREVER
-    ) -> None:
-        """table: an identifier; stores with another one have other keys. Raises StoreUnavailable."""
-        self._table, self._max_entries, self._max_bytes = table, max_entries, max_bytes
+    def __init__(self, path: Path, max_entries: float = _FOREVER, max_bytes: float = _FOREVER) -> None:
+        """max_bytes: each process may exceed it by a 64th and one value. Raises StoreUnavailable."""
+        self._max_entries, self._max_bytes = max_entries, max_bytes
         self._retry_at = 0.0
         self._why = ""
-        self._writes = 0
+        self._writes = self._written = 0  # since the last look at the bounds
         try:
             # No transaction is open between calls.
             self._connection = sqlite3.connect(
@@ -140,12 +139,13 @@ class SqliteStore:
             raise self._failed(error) from error
         self._run("PRAGMA journal_mode = WAL")
         self._run("PRAGMA synchronous = OFF")
+        self._run(f"PRAGMA journal_size_limit = {_MAX_JOURNAL_BYTES}")
         self._run(
-            f"CREATE TABLE IF NOT EXISTS {table} "
+            "CREATE TABLE IF NOT EXISTS entries "
             "(key TEXT PRIMARY KEY, value BLOB, expires REAL, used REAL, bytes INTEGER)"
         )
         # Counting and dropping read the index alone, and no value.
-        self._run(f"CREATE INDEX IF NOT EXISTS {table}_used ON {table} (used, expires, key, bytes)")
+        self._run("CREATE INDEX IF NOT EXISTS entries_used ON entries (used, expires, key, bytes)")
 
     def close(self) -> None:
         """Close the file."""
@@ -154,24 +154,24 @@ class SqliteStore:
     async def get(self, key: str, seconds: float | None = None) -> bytes | None:
         """See Store."""
         now = time.monotonic()
-        query = f"SELECT value FROM {self._table} WHERE key = ? AND expires > ?"
-        found = self._run(query, key, now).fetchone()
+        found = self._run("SELECT value FROM entries WHERE key = ? AND expires > ?", key, now).fetchone()
         if found is not None and seconds is not None:
-            change = f"UPDATE {self._table} SET expires = ?, used = ? WHERE key = ?"
-            self._run(change, now + seconds, now, key)
+            self._run("UPDATE entries SET expires = ?, used = ? WHERE key = ?", now + seconds, now, key)
         return None if found is None else found[0]
 
     async def put(self, key: str, value: bytes | None, seconds: float | None = None) -> None:
         """See Store."""
         if value is None:
-            self._run(f"DELETE FROM {self._table} WHERE key = ?", key)
+            self._run("DELETE FROM entries WHERE key = ?", key)
             return
         now = time.monotonic()
         expires = now + (_FOREVER if seconds is None else seconds)
         columns = "(key, value, expires, used, bytes) VALUES (?, ?, ?, ?, ?)"
-        self._run(f"INSERT OR REPLACE INTO {self._table} {columns}", key, value, expires, now, len(value))
+        self._run(f"INSERT OR REPLACE INTO entries {columns}", key, value, expires, now, len(value))
         self._writes += 1
-        if self._writes % _WRITES_PER_TRIM == 0:
+        self._written += len(value)
+        if self._writes >= _WRITES_PER_TRIM or self._written > self._max_bytes * _TRIM_SHARE:
+            self._writes = self._written = 0
             self._trim(now)
 
     async def compare_and_set(
@@ -194,22 +194,21 @@ class SqliteStore:
 
     async def count(self, prefix: str = "") -> int:
         """See Store."""
-        query = f"SELECT COUNT(*) FROM {self._table} WHERE substr(key, 1, ?) = ? AND expires > ?"
+        query = "SELECT COUNT(*) FROM entries WHERE substr(key, 1, ?) = ? AND expires > ?"
         return int(self._run(query, len(prefix), prefix, time.monotonic()).fetchone()[0])
 
     def _trim(self, now: float) -> None:
-        expired = f"SELECT key FROM {self._table} WHERE expires <= ?"
-        self._run(f"DELETE FROM {self._table} WHERE key IN ({expired})", now)
+        expired = "SELECT key FROM entries WHERE expires <= ?"
+        self._run(f"DELETE FROM entries WHERE key IN ({expired})", now)
         of_one = f"LENGTH(key) + bytes + {_ENTRY_BYTES}"
-        totals = self._run(f"SELECT COUNT(*), TOTAL({of_one}) FROM {self._table}").fetchone()
+        totals = self._run(f"SELECT COUNT(*), TOTAL({of_one}) FROM entries").fetchone()
         if totals[0] > self._max_entries or totals[1] > self._max_bytes:
             numbered = (
                 f"SELECT key, ROW_NUMBER() OVER latest AS number, SUM({of_one}) OVER latest AS total "
-                f"FROM {self._table} WINDOW latest AS (ORDER BY used DESC)"
+                "FROM entries WINDOW latest AS (ORDER BY used DESC)"
             )
             excess = f"SELECT key FROM ({numbered}) WHERE number > ? OR total > ?"
-            drop = f"DELETE FROM {self._table} WHERE key IN ({excess})"
-            self._run(drop, self._max_entries, self._max_bytes)
+            self._run(f"DELETE FROM entries WHERE key IN ({excess})", self._max_entries, self._max_bytes)
 
     def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
         if time.monotonic() < self._retry_at:

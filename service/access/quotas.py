@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import orjson
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from service.errors import QuotaExceeded, StoreUnavailable
 from service.store import Store
@@ -230,6 +231,14 @@ class _Bucket:
         )
 
 
+class _Stored(BaseModel):
+    """The form in which `_Used` is stored."""
+
+    requests: tuple[FiniteFloat, FiniteFloat] | None = None  # level, and when it was so high
+    tokens: tuple[FiniteFloat, FiniteFloat] | None = None
+    in_flight: dict[str, tuple[int, FiniteFloat]] = {}
+
+
 class _Used:
     """What a key has used: two buckets, and the requests in flight of each process."""
 
@@ -243,15 +252,22 @@ class _Used:
 
     @classmethod
     def read(cls, content: bytes | None, quotas: Quotas, now: float) -> _Used:
-        stored = {} if content is None else orjson.loads(content)
+        """Return what was stored. What `written` has not made is logged, and counts as nothing."""
+        try:
+            stored = _Stored.model_validate_json(content or b"{}")
+        except ValidationError:
+            logger.error(
+                "what a key has used is counted from the beginning: it was not stored by this version"
+            )
+            stored = _Stored()
 
-        def bucket(name: str, per_minute: int | None) -> _Bucket | None:
-            return _Bucket(per_minute, *stored.get(name, (per_minute, now))) if per_minute else None
+        def bucket(level: tuple[float, float] | None, per_minute: int | None) -> _Bucket | None:
+            return _Bucket(per_minute, *(level or (per_minute, now))) if per_minute else None
 
         return cls(
-            bucket("requests", quotas.requests_per_minute),
-            bucket("tokens", quotas.tokens_per_minute),
-            stored.get("in_flight", {}),
+            bucket(stored.requests, quotas.requests_per_minute),
+            bucket(stored.tokens, quotas.tokens_per_minute),
+            stored.in_flight,
         )
 
     def written(self) -> bytes:

@@ -44,8 +44,11 @@ class History:
     begun: float = 0.0  # when the transcript arrived that it began with, seconds since 1970
 
     @classmethod
-    def read(cls, content: bytes) -> History:
-        """Return the history that `written` has made these bytes of. Raises ValueError for other bytes."""
+    def read(cls, content: bytes, vocabulary: int | None = None) -> History:
+        """Return the history that `written` has made these bytes of. Raises ValueError for other bytes.
+
+        vocabulary: number of token ids that there are; None: ids are not checked.
+        """
         header, _, ids = content.partition(b"\n")
         try:
             lengths, sinks, dropped, namespace, requests, begun = orjson.loads(header)
@@ -54,7 +57,10 @@ class History:
             turns = tuple(tokens[first:last] for first, last in pairwise(ends))
             salt = None if namespace is None else bytes.fromhex(namespace)
             history = cls(turns, sinks, dropped, salt, tuple(requests), begun)
-            is_whole = ends[-1] == len(tokens) and history.written() == content
+            is_cut_inside = 0 <= sinks <= sinks + dropped <= len(tokens)
+            is_whole = is_cut_inside and ends[-1] == len(tokens) and history.written() == content
+            if vocabulary is not None and tokens:
+                is_whole = is_whole and min(tokens) >= 0 and max(tokens) < vocabulary
         except TypeError as error:
             raise ValueError("the bytes are no history") from error
         if not is_whole:

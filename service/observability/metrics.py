@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -76,8 +77,11 @@ _SIMILARITIES = (0.0, 0.5, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985,
 _COSINES = (0.5, 0.8, 0.9, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0)
 
 
-# The folder of prometheus_client's multiprocess mode, in which each process has files of its own.
-MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+# Its multiprocess mode has files in this folder: one for each kind of metric and each worker.
+_MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+_GAUGES = ("gauge_livesum", "gauge_livemin", "gauge_livemax", "gauge_livemostrecent")
+_KINDS = ("counter", "histogram", *_GAUGES)
+_FILE_BYTES = 2**19
 # Each worker has a tier in memory, and all workers share the tier on disk.
 _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
 
@@ -90,10 +94,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._folder = os.environ.get(MULTIPROCESS_FOLDER)
-        if self._folder is not None and values.ValueClass is values.MutexValue:
-            # prometheus_client chooses the class when it is imported. How many workers serve is known later.
-            values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        self._folder = os.environ.get(_MULTIPROCESS_FOLDER)
         # In multiprocess mode: what `publish` reads, and where it writes.
         self._functions: dict[Gauge, Callable[[], float]] = {}
         self._published: dict[tuple[str, ...], Any] = {}
@@ -355,11 +356,10 @@ class Metrics:
 
     def render(self, names: Iterable[str] = ()) -> bytes:
         """Return metrics in Prometheus' text format. names: of time series; none: all metrics."""
-        chosen = set(names)
+        of_all: Collector = self.registry
         if self._folder is not None:
             of_all = MultiProcessCollector(None, self._folder)  # type: ignore[no-untyped-call]
-            return generate_latest(_Chosen(of_all, chosen))
-        return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
+        return generate_latest(_Chosen(of_all, set(names)))
 
     def _value(self, family: Metric, name: str, labels: dict[str, str]) -> Any:
         """Return the value of this worker for a sample that prometheus_client does not count by itself."""
@@ -422,6 +422,20 @@ class Metrics:
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
     ) -> Histogram:
         return Histogram(name, text, labels, namespace="attncache", registry=self.registry, buckets=buckets)
+
+
+def count_for_all_workers(folder: Path, number: int) -> None:
+    """Let the metrics of this process be those of worker `number`, from the next `Metrics` on.
+
+    A worker that is started again goes on with the counts of the one before it. Raises OSError if the files
+    do not fit on the disk: a write to a page of a file that has no place on the disk ends a process.
+    """
+    for kind in _KINDS:
+        with (folder / f"{kind}_{number}.db").open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
+    os.environ[_MULTIPROCESS_FOLDER] = str(folder)
+    # prometheus_client chooses the class when it is imported. How many workers serve is known later.
+    values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
 
 
 class _Chosen(Collector):

@@ -6,6 +6,7 @@ They are served only with --admin, because they show and change what is stored f
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,11 +23,13 @@ from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
-from service.errors import WorkerUnavailable
+from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
 from service.routes.common import ERRORS, check_count, computed, documented_body
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
 from service.web.call import Call, Client, CurrentCall
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/cache")
 
@@ -224,8 +227,18 @@ async def lookup(call: CurrentCall) -> Response:
 async def drop(call: CurrentCall) -> Response:
     """Drop all stored keys and values, of all clients, pinned ones too."""
     store = store_of(call.serving().engine)
-    blocks = await asyncio.to_thread(store.clear)
+    try:
+        blocks = await asyncio.to_thread(store.clear)
+    except OSError as error:
+        log_failure(logger, "saved keys and values were not all removed", error)
+        blocks = None
     others = await _of_other_workers(call, "drop", Dropped)
+    if blocks is None:
+        raise StoreUnavailable(
+            "keys and values were dropped from memory, but not all from --kv-dir and the shared store; see the "
+            "log, and send the request again",
+            retry_after_seconds=1,
+        )
     return _json({"blocks": blocks + sum(other.blocks for other in others)})
 
 

@@ -51,9 +51,9 @@ async def answered(
     session = serving.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
     request = hashlib.blake2b(call.request_id.encode(), digest_size=8).hexdigest()
 
-    def conversation(history: History) -> Conversation:
+    def conversation(stored: bytes | None) -> Conversation:
         return Conversation(
-            history,
+            _history(stored, field, serving.engine.vocabulary),
             turns,
             field,
             truncate=truncate,
@@ -69,10 +69,10 @@ async def _turn_answered(
     call: Call,
     session: Session,
     field: _Field,
-    conversation: Callable[[History], Conversation],
+    conversation: Callable[[bytes | None], Conversation],
     compute: Callable[[Source], Awaitable[Answer]],
 ) -> Answer:
-    """Return the answer to a turn of a session. conversation: makes the conversation behind a history."""
+    """Return the answer to a turn of a session. conversation: makes it, behind what is stored."""
     sessions = call.state.sessions
     turn = sessions.begin(session)
     is_locked = False
@@ -82,7 +82,7 @@ async def _turn_answered(
             await call.pause(_LOCKED_SECONDS)
         while True:
             stored = await _stored(sessions, session, field)
-            source = conversation(_history(stored, field))
+            source = conversation(stored)
             with _names(field):
                 answer = await compute(source)
             # Before the turn is kept, because the answer may be refused.
@@ -213,7 +213,7 @@ def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:
     )
 
 
-def _history(stored: bytes | None, field: _Field) -> History:
+def _history(stored: bytes | None, field: _Field, vocabulary: int) -> History:
     """Return the stored history of a session. Raises UnknownSession if there is none to append to.
 
     What cannot be read, such as the history of another version, is no history. The next one replaces it.
@@ -221,7 +221,7 @@ def _history(stored: bytes | None, field: _Field) -> History:
     history: History | None = None
     if stored is not None:
         with suppress(ValueError):
-            history = History.read(stored)
+            history = History.read(stored, vocabulary)
     if history is None and field == "append":
         raise UnknownSession(
             "the server has no history of this session, or the history has expired; send the whole "

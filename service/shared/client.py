@@ -295,7 +295,8 @@ def _close_late(made: Future[socket.socket]) -> None:
 def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
     """Warn if the shared store cannot be used at the start, or does not bound its memory.
 
-    Raises InvalidSettings if it refuses the user or the password, or if its certificate is not accepted.
+    Raises InvalidSettings if it refuses the user or the password, if it has no database of the number in the
+    address, or if its certificate is not accepted.
     """
     kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
     limits: dict[str, Any] = {"socket_timeout": _START_SECONDS, "socket_connect_timeout": _START_SECONDS}
@@ -303,7 +304,8 @@ def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
     try:
         memory: Any = valkey.Valkey(connection_pool=pool).info("memory")
     except _FAILURES as error:
-        if isinstance(error, exceptions.AuthenticationError) or _has_bad_certificate(error):
+        is_refused = isinstance(error, exceptions.AuthenticationError) or _lacks_database(error)
+        if is_refused or _has_bad_certificate(error):
             raise InvalidSettings(
                 f"--shared {address} cannot be used: {_reason(error)}", field="shared"
             ) from None
@@ -348,10 +350,16 @@ def _has_bad_certificate(error: BaseException | None) -> bool:
     return False
 
 
+def _lacks_database(error: Exception) -> bool:
+    return isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
+
+
 def _reason(error: Exception) -> str:
     """Say what went wrong, in words of this module: a message of the server may quote what was sent."""
     if _has_bad_certificate(error):
         return "its certificate is not accepted"
+    if _lacks_database(error):
+        return "it has no database of this number"
     known = (words for kind, words in _REASONS if isinstance(error, kind))
     return next(known, f"it answers with an error ({type(error).__name__})")
 

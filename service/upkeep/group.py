@@ -2,7 +2,7 @@
 share.
 
 alive/ID           this worker runs, and keeps its locks
-serving/NUMBER     this worker answers, and does what is asked of all
+serving/NUMBER     the id of the process that answers as this worker, and does what is asked of all
 findings/KIND/ID   how often verification has tightened each part of a policy
 asked              commands of operators that not all workers have done yet, each under a random name
 done/NAME/NUMBER   what this worker has answered
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
@@ -29,7 +30,7 @@ from service.upkeep.verifying import LaterVerifier
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _PUBLISH_SECONDS = 0.2, 1.0
-# A worker whose event loop does not run for so long counts as ended.
+# The locks of a worker whose event loop does not run for so long count as left behind.
 _ALIVE_SECONDS = 5.0
 _ANSWER_SECONDS = 600.0
 # Between two looks whether all workers have done what is asked.
@@ -49,8 +50,11 @@ class Worker:
     folder: Path  # private, of all workers
 
     def store(self, name: str, *bounds: float) -> SqliteStore:
-        """Return a store of all workers; bounds: see SqliteStore. Raises StoreUnavailable."""
-        return SqliteStore(self.folder / "store.sqlite", name, *bounds)
+        """Return a store of all workers, in a file of its own, so that none can be filled through another.
+
+        bounds: see SqliteStore. Raises StoreUnavailable.
+        """
+        return SqliteStore(self.folder / f"{name}.sqlite", *bounds)
 
     @property
     def ready(self) -> Path:
@@ -116,7 +120,7 @@ class Group:
             answer = await self._store.get(f"done/{name}/{other}")
             if answer is not None:
                 found.append(answer)
-            elif await self._store.get(f"serving/{other}") is not None:
+            elif _runs(await self._store.get(f"serving/{other}")):
                 return None
         return found
 
@@ -133,7 +137,7 @@ class Group:
             self.worker.ready.touch()  # also if the store fails
         await self._store.put(f"alive/{self.process}", b"", _ALIVE_SECONDS)
         if self.is_serving:
-            await self._store.put(f"serving/{self.worker.number}", b"", _ALIVE_SECONDS)
+            await self._store.put(f"serving/{self.worker.number}", b"%d" % os.getpid())
         await self._share_findings()
 
     async def _publish(self) -> None:
@@ -171,6 +175,17 @@ class Group:
                     log_failure(logger, "what was asked of all workers is not done here", error)
                 await self._store.put(f"done/{name}/{self.worker.number}", answer, _ANSWER_SECONDS)
         self._done = commands.keys()
+
+
+def _runs(process: bytes | None) -> bool:
+    """Return whether a worker runs, by the id of its process. One that is stopped, or hangs, runs too."""
+    if process is None:
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 async def repeated(look: Callable[[], Awaitable[None]], seconds: float) -> None:

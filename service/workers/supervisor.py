@@ -30,16 +30,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from attncache_core import AttnCacheError
+from service.conversations.sessions import CAPACITY_BYTES
 from service.ending import end_process
-from service.observability.metrics import MULTIPROCESS_FOLDER
+from service.errors import InvalidSettings
+from service.observability.metrics import count_for_all_workers
 from service.settings import Settings
 from service.state import Loaded
 from service.upkeep.group import Worker
@@ -63,6 +66,8 @@ _KILL_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 # As the command line ends for an error that the operator can correct.
 _REFUSED_CODE = 2
+# What the files of a server and of each worker may take: sessions and the journal of SQLite; metrics.
+_SERVER_BYTES, _WORKER_BYTES = CAPACITY_BYTES + 16 * 2**20, 5 * 2**20
 
 
 def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Listener]) -> BaseException:
@@ -77,7 +82,10 @@ def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Liste
     else:
         folder = Path(tempfile.mkdtemp(prefix="attncache-"))
         try:
+            _require_room(folder, count)
             failure = Supervisor(settings, count, load, listeners, folder).run()
+        except InvalidSettings as error:
+            failure = error
         finally:
             _clean_up(folder, listeners)
     if failure is None:
@@ -96,11 +104,7 @@ class _Place:
     process: ForkProcess | None = None
     started_at: float = 0.0
     delay: float = _FIRST_DELAY_SECONDS
-
-    @property
-    def refusal(self) -> Path:
-        """The file with the sentence that says why the worker could not start."""
-        return self.worker.folder / f"refused-{self.worker.number}"
+    refusal: Connection | None = None  # from which comes a sentence that says why the worker could not start
 
 
 class Supervisor:
@@ -185,7 +189,8 @@ class Supervisor:
         for place in self._places:
             if place.start_at is not None and place.start_at <= now:
                 place.start_at, place.started_at = None, now
-                place.process = _FORK.Process(target=self._be_worker, args=(place,))
+                place.refusal, refuses = _FORK.Pipe(duplex=False)
+                place.process = _FORK.Process(target=self._be_worker, args=(place.worker, refuses))
                 assert threading.active_count() == 1, "a fork would copy locks that other threads hold"
                 # A signal would be lost between the fork and the handlers of the worker.
                 signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -193,25 +198,25 @@ class Supervisor:
                 gc.freeze()
                 place.process.start()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+                refuses.close()
                 logger.info("worker %d has process id %d", place.worker.number, place.process.pid)
 
-    def _be_worker(self, place: _Place) -> None:
-        """Serve, in the process of a worker, and end it."""
+    def _be_worker(self, worker: Worker, refuses: Connection) -> None:
+        """Serve, in the process of a worker, and end it. refuses: gets the reason if it cannot start."""
         code = 1
         try:
             self._forget_supervisor()
             # The supervisor removes the file of a Unix socket.
             listeners = [replace(listener, unix_socket=None) for listener in self._listeners]
-            os.environ[MULTIPROCESS_FOLDER] = str(self._folder)
-            number = place.worker.number
+            count_for_all_workers(self._folder, worker.number)
             failure = run_server(
-                self._settings, lambda: self._load(self._settings, number), listeners, place.worker
+                self._settings, lambda: self._load(self._settings, worker.number), listeners, worker
             )
             if isinstance(failure, AttnCacheError):
                 raise failure
             code = 0 if failure is None else 1
-        except AttnCacheError as error:
-            place.refusal.write_text(str(error), encoding="utf-8", errors="replace")
+        except (AttnCacheError, OSError) as error:
+            refuses.send(str(error))
             code = _REFUSED_CODE
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -252,7 +257,7 @@ class Supervisor:
     def _note_ends(self) -> None:
         for place in self._places:
             if place.process is not None and (code := place.process.exitcode) is not None:
-                mark_process_dead(place.process.pid, str(self._folder))  # type: ignore[no-untyped-call]
+                mark_process_dead(place.worker.number, str(self._folder))  # type: ignore[no-untyped-call]
                 place.process.close()
                 place.process = None
                 if self._kill_at is None:
@@ -260,9 +265,11 @@ class Supervisor:
 
     def _replace(self, place: _Place, code: int) -> None:
         """Start a worker again that has ended by itself, or end all if it was never ready."""
-        why = f"worker {place.worker.number} ended with code {code}"
-        refusal = place.refusal.read_text(encoding="utf-8") if place.refusal.exists() else None
-        place.refusal.unlink(missing_ok=True)
+        why = f"worker {place.worker.number} ended with {_named(code)}"
+        refusal = None
+        assert place.refusal is not None
+        with place.refusal as sentence, suppress(EOFError):
+            refusal = sentence.recv()
         if not place.worker.ready.exists():
             # The other workers would not be able to start either.
             if refusal is not None:
@@ -279,6 +286,23 @@ class Supervisor:
         logger.error("%s%s; it starts again in %g seconds", why, reason, place.delay)
         place.start_at = now + place.delay
         place.delay = min(2 * place.delay, _MAX_DELAY_SECONDS)
+
+
+def _named(code: int) -> str:
+    if code >= 0:
+        return f"code {code}"
+    hint = " (is the disk of TMPDIR full?)" if -code == signal.SIGBUS else ""
+    return f"signal {signal.Signals(-code).name}{hint}"
+
+
+def _require_room(folder: Path, workers: int) -> None:
+    """Raise InvalidSettings if the files that workers share do not fit into their folder."""
+    free, needed = shutil.disk_usage(folder).free, _SERVER_BYTES + workers * _WORKER_BYTES
+    if free < needed:
+        raise InvalidSettings(
+            f"{workers} workers need {needed >> 20} MiB for files that they share, and {folder.parent} has "
+            f"{free >> 20} MiB; set TMPDIR to another folder, or serve with fewer workers"
+        )
 
 
 def _clean_up(folder: Path, listeners: Sequence[Listener]) -> None:

@@ -47,6 +47,19 @@ def tokens_of(engine, text):
     return len(engine.tokenize([text])[0])
 
 
+async def test_memory_is_emptied_and_a_disk_that_cannot_be_is_a_503(folder, tmp_path):
+    async with serving(load(folder, disk=tmp_path / "kv"), admin=True) as client:
+        await succeeded(client.post("/cache/warm", json={"texts": TEXT}))
+        (tmp_path / "kv").rename(tmp_path / "away")
+        refused = await client.delete("/cache")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "from --kv-dir" in refused.json()["error"]["message"]
+        (found,) = await succeeded(client.post("/cache/lookup", json={"texts": TEXT}))
+        assert found["cached_tokens"] == 0
+        (tmp_path / "away").rename(tmp_path / "kv")
+        assert await succeeded(client.delete("/cache")) == {"blocks": 0}
+
+
 async def test_warmed_text_is_computed_before_its_first_request_and_has_the_same_embedding(folder):
     engine = load(folder)
     tokens, computed = tokens_of(engine, TEXT), load(folder).embed([TEXT])

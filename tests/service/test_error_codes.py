@@ -233,7 +233,7 @@ async def _(_folder):
 
 @provokes("store_unavailable")
 async def _(folder):
-    SqliteStore(folder / "no folder" / "store.sqlite", "t")
+    SqliteStore(folder / "no folder" / "store.sqlite")
     raise AssertionError
 
 

@@ -3,12 +3,13 @@ import re
 import numpy as np
 import pytest
 from fake_engine import CORRUPT, FakeEngine, serving
+from forked import forked
 from running import samples
 
 from attncache_core import AttnCacheError, errors
 from service import errors as service_errors
 from service.errors import QueueFull
-from service.observability.metrics import STATUSES, Metrics
+from service.observability.metrics import STATUSES, Metrics, count_for_all_workers
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +52,27 @@ def test_every_metric_exists_before_the_first_request():
 
 def test_every_name_starts_with_attncache():
     assert all(name.startswith("attncache_") for name, *_ in samples(Metrics().render().decode()))
+
+
+def test_every_metric_is_found_by_its_name():
+    metrics = Metrics()
+    names = {name for name, *_ in samples(metrics.render().decode())}
+    assert {name for name, *_ in samples(metrics.render(names).decode())} == names
+    chosen = {"attncache_database_records", "attncache_tokens_total"}
+    assert {name for name, *_ in samples(metrics.render(chosen).decode())} == chosen
+
+
+def test_worker_that_is_started_again_goes_on_counting_in_files_that_have_their_place_on_the_disk(tmp_path):
+    def count(folder):
+        count_for_all_workers(folder, 1)
+        metrics = Metrics()
+        metrics.observe_request("/embed", 200, 0.1)
+        return samples(metrics.render().decode())["attncache_requests_total", "/embed", "200"]
+
+    assert [forked(count, tmp_path)() for _ in range(3)] == [1, 2, 3]
+    files = list(tmp_path.iterdir())
+    assert len(files) == 6
+    assert all(file.stat().st_blocks * 512 >= file.stat().st_size == 2**19 for file in files)
 
 
 def test_two_apps_count_apart():

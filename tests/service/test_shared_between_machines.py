@@ -573,6 +573,9 @@ async def test_a_name_that_is_looked_up_for_too_long_holds_up_no_question(valkey
 
 async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, caplog):
     with running_valkey(tmp_path, "--requirepass", SECRET) as valkey:
+        other = valkey.url.replace("//", f"//default:{SECRET}@").removesuffix("/0") + "/99"
+        with pytest.raises(InvalidSettings, match="it has no database of this number"):
+            _check_shared(Settings(shared=other))
         for right, password in ((False, f"{SECRET}-not"), (True, SECRET)):
             url = valkey.url.replace("//", f"//default:{password}@")
             settings = Settings(shared=url)

@@ -101,7 +101,7 @@ def test_stores_do_what_a_dictionary_does(kind, folder, steps):
         patch.setattr("service.store.time.monotonic", clock)
         path = folder / "model.sqlite"
         path.unlink(missing_ok=True)
-        stored = LocalStore(clock=clock) if kind == "local" else SqliteStore(path, "t")
+        stored = LocalStore(clock=clock) if kind == "local" else SqliteStore(path)
         asyncio.run(compare_with_dictionary(stored, clock, steps))
         if kind == "sqlite":
             stored.close()
@@ -151,7 +151,7 @@ async def test_shared_values_expire_and_a_large_store_is_counted_by_a_sample(val
 async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind, tmp_path):
     for bounds, most in (((10, float("inf")), 10), ((float("inf"), 10 * 402), 10)):
         path = tmp_path / f"{most}{bounds[0]}.sqlite"
-        store = LocalStore(*bounds) if kind == "local" else SqliteStore(path, "t", *bounds)
+        store = LocalStore(*bounds) if kind == "local" else SqliteStore(path, *bounds)
         for number in range(64):
             await store.get("00", 1000)
             await store.put(f"{number:02}", bytes(100), 1000)
@@ -174,7 +174,7 @@ async def count_up(store, times):
                 break
 
 if __name__ == "__main__":
-    asyncio.run(count_up(SqliteStore(sys.argv[1], "t"), int(sys.argv[2])))
+    asyncio.run(count_up(SqliteStore(sys.argv[1]), int(sys.argv[2])))
 """
 
 
@@ -182,7 +182,7 @@ async def test_two_processes_that_count_at_once_lose_no_count(tmp_path):
     path, names = tmp_path / "counts.sqlite", {"__name__": "counting"}
     exec(COUNTING, names)
     count_up = names["count_up"]
-    store = SqliteStore(path, "t")
+    store = SqliteStore(path)
     with subprocess.Popen([sys.executable, "-c", COUNTING, str(path), str(COUNTS)]) as other:
         while await store.get("n") is None:
             await asyncio.sleep(0.001)
@@ -191,10 +191,14 @@ async def test_two_processes_that_count_at_once_lose_no_count(tmp_path):
     assert await store.get("n") == b"%d" % (2 * COUNTS)
 
 
-async def test_tables_of_one_file_have_keys_of_their_own(tmp_path):
-    first, second = (SqliteStore(tmp_path / "s.sqlite", name) for name in ("one", "two"))
-    await first.put("a", b"1")
-    assert (await second.get("a"), await second.count()) == (None, 0)
+async def test_file_stays_within_its_bounds_also_if_few_large_values_fill_it(tmp_path):
+    path = tmp_path / "s.sqlite"
+    stores = [SqliteStore(path, float("inf"), 2**22) for _ in range(2)]
+    for number in range(60):
+        await stores[number % 2].put(f"{number}", bytes(2**18), 1000)
+    assert path.stat().st_size < 2 * 2**22
+    assert await stores[0].get("59") is not None
+    assert await stores[0].get("0") is None
 
 
 @given(
@@ -202,9 +206,19 @@ async def test_tables_of_one_file_have_keys_of_their_own(tmp_path):
     namespace=st.none() | st.binary(),
     cut=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
-def test_history_is_the_same_after_it_was_stored(turns, namespace, cut):
+def test_history_is_the_same_after_it_was_stored_if_its_cut_is_inside(turns, namespace, cut):
     history = History(tuple(array("i", turn) for turn in turns), *cut, namespace)
-    assert History.read(history.written()) == history
+    if sum(cut) <= history.tokens:
+        assert History.read(history.written()) == history
+    else:
+        with pytest.raises(ValueError, match="no history"):
+            History.read(history.written())
+
+
+@pytest.mark.parametrize(("ids", "cut"), [([9], (0, 0)), ([-1], (0, 0)), ([8], (-1, 1)), ([8], (1, -1))])
+def test_history_with_tokens_or_a_cut_that_cannot_be_is_none(ids, cut):
+    with pytest.raises(ValueError, match="no history"):
+        History.read(History((array("i", ids),), *cut).written(), vocabulary=9)
 
 
 # Quotas of several processes.
@@ -212,7 +226,7 @@ def test_history_is_the_same_after_it_was_stored(turns, namespace, cut):
 
 async def test_quotas_hold_over_all_processes(tmp_path):
     quotas = Quotas(requests_per_minute=5, tokens_per_minute=100, in_flight=3)
-    stores = [SqliteStore(tmp_path / "s.sqlite", "t") for _ in range(2)]
+    stores = [SqliteStore(tmp_path / "s.sqlite") for _ in range(2)]
     uses = [QuotaUse("client", quotas, store, max_seconds=100) for store in stores]
     for use in (uses[0], uses[1], uses[1]):
         await use.begin()
@@ -263,11 +277,24 @@ async def test_change_that_a_store_was_asked_for_twice_counts_once():
         await use.begin()
 
 
+@pytest.mark.parametrize(
+    "stored", [b"not json", b"[]", b'{"requests":5}', b'{"in_flight":[]}', b'{"tokens":[null,1]}']
+)
+async def test_quota_that_another_version_has_stored_is_counted_from_the_beginning(stored, caplog):
+    store, quotas = LocalStore(), Quotas(requests_per_minute=1, in_flight=9)
+    use = QuotaUse("client", quotas, store, max_seconds=10, clock=lambda: 1e9)
+    await store.put(use._key, stored)
+    await use.begin()
+    with pytest.raises(QuotaExceeded):
+        await use.begin()
+    assert caplog.text.count("counted from the beginning") == 1
+
+
 # Sessions of several processes.
 
 
 def two_processes(folder):
-    stores = [(SqliteStore(folder / "s.sqlite", "h"), SqliteStore(folder / "s.sqlite", "t")) for _ in "01"]
+    stores = [(SqliteStore(folder / "h.sqlite"), SqliteStore(folder / "l.sqlite")) for _ in "01"]
     return [
         Sessions(*pair, name, ttl_seconds=60, max_waiting=9, max_seconds=30)
         for pair, name in zip(stores, "01", strict=True)
@@ -372,7 +399,7 @@ async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be
 async def test_locked_file_holds_up_no_request_for_long(worker):
     key = f"client {'k' * 20} requests_per_minute=1"
     async with serving(FakeEngine(), worker=worker, api_key=key) as client:
-        locking = sqlite3.connect(worker.folder / "store.sqlite", isolation_level=None)
+        locking = sqlite3.connect(worker.folder / "shared.sqlite", isolation_level=None)
         locking.execute("BEGIN IMMEDIATE")
         for _ in range(3):  # more than the quota, which nobody can count
             response = await ask(client, inputs="ab")
@@ -388,4 +415,4 @@ async def test_locked_file_holds_up_no_request_for_long(worker):
 
 async def test_folder_that_cannot_be_written_is_a_sentence():
     with pytest.raises(StoreUnavailable, match="unable to open database file"):
-        SqliteStore(Path("/nonexistent/s.sqlite"), "t")
+        SqliteStore(Path("/nonexistent/s.sqlite"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import subprocess
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
@@ -19,6 +20,7 @@ from service.upkeep.group import Group, Worker
 from service.web.listeners import Listener, bind
 from service.workers.acceptor import Acceptor
 from service.workers.shares import share_of, worker_count, workers_for
+from service.workers.supervisor import serve_with_workers
 
 # How many workers, and what each of them may use.
 
@@ -51,6 +53,13 @@ def test_one_worker_has_the_settings_of_the_server():
 def test_other_numbers_of_workers_are_refused(workers):
     with pytest.raises(InvalidSettings, match="give a number from 1 to 256, or auto"):
         read_settings({"workers": workers})
+
+
+def test_workers_do_not_start_without_room_for_what_they_share(monkeypatch):
+    monkeypatch.setattr("service.workers.supervisor._SERVER_BYTES", 2**60)
+    failure = serve_with_workers(Settings(workers=2), lambda *_: pytest.fail("nothing starts"), [])
+    assert isinstance(failure, InvalidSettings)
+    assert "set TMPDIR to another folder" in str(failure)
 
 
 # Who accepts.
@@ -182,6 +191,24 @@ async def test_worker_that_serves_no_more_takes_no_part(tmp_path):
         await other._transport.app.state.service.group.close()
         dropped = await first.delete("/cache")
         assert (dropped.status_code, dropped.json()) == (200, {"blocks": 0})
+
+
+@pytest.mark.anyio
+async def test_worker_that_hangs_is_waited_for_and_one_that_was_killed_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("service.upkeep.group._ALIVE_SECONDS", 0.1)
+    model = write_llama(tmp_path / "tiny-llama")
+    engines = [tiny_decoder(model), tiny_decoder(model)]
+    async with two_workers(tmp_path, engines, admin=True) as (first, other):
+        group = other._transport.app.state.service.group
+        for task in group._tasks:
+            task.cancel()
+        await asyncio.sleep(0.2)
+        late = await first.delete("/cache", headers={"X-AttnCache-Timeout": "0.3"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        await group._store.put("serving/1", b"%d" % ended.pid)
+        assert (await first.delete("/cache")).status_code == 200
 
 
 @pytest.mark.anyio

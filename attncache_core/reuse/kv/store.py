@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -276,8 +276,9 @@ class KeyValueStore:
         if self.transfers:
             self.transfers.prefetch([])
             self.transfers.flush()  # what waits to be saved would appear again
-            for tier in self.transfers.tiers:
-                tier.clear()
+            with ExitStack() as clearing:  # also if a tier fails
+                for tier in self.transfers.tiers:
+                    clearing.callback(tier.clear)
         return dropped
 
     def close(self) -> None:
