@@ -235,8 +235,8 @@ async def drop(call: CurrentCall) -> Response:
     others = await _of_other_workers(call, "drop", Dropped)
     if blocks is None:
         raise StoreUnavailable(
-            "keys and values were dropped from memory, but not all from --kv-dir and the shared store; see the "
-            "log, and send the request again",
+            "keys and values were dropped from memory, but not all from --kv-dir and the shared store; see "
+            "the log, and send the request again",
             retry_after_seconds=1,
         )
     return _json({"blocks": blocks + sum(other.blocks for other in others)})
