@@ -80,8 +80,8 @@ _COSINES = (0.5, 0.8, 0.9, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.
 # Its multiprocess mode has files in this folder: one for each kind of metric and each worker.
 _MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _GAUGES = ("gauge_livesum", "gauge_livemin", "gauge_livemax", "gauge_livemostrecent")
-_KINDS = ("counter", "histogram", *_GAUGES)
-_FILE_BYTES = 2**19
+# By kind, the bytes that a file has from the start. There are counters for each API key, 1 KiB for all of one.
+_FILE_BYTES = {"counter": 2**21, **dict.fromkeys(("histogram", *_GAUGES), 2**19)}
 # Each worker has a tier in memory, and all workers share the tier on disk.
 _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
 
@@ -430,9 +430,9 @@ def count_for_all_workers(folder: Path, number: int) -> None:
     A worker that is started again goes on with the counts of the one before it. Raises OSError if the files
     do not fit on the disk: a write to a page of a file that has no place on the disk ends a process.
     """
-    for kind in _KINDS:
+    for kind, size in _FILE_BYTES.items():
         with (folder / f"{kind}_{number}.db").open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, size)
     os.environ[_MULTIPROCESS_FOLDER] = str(folder)
     # prometheus_client chooses the class when it is imported. How many workers serve is known later.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
