@@ -80,7 +80,7 @@ _COSINES = (0.5, 0.8, 0.9, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.
 # Its multiprocess mode has files in this folder: one for each kind of metric and each worker.
 _MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _GAUGES = ("gauge_livesum", "gauge_livemin", "gauge_livemax", "gauge_livemostrecent")
-# By kind, the bytes that a file has from the start. There are counters for each API key, 1 KiB for all of one.
+# By kind, the bytes that a file has from the start. All counters of one API key take 1 KiB.
 _FILE_BYTES = {"counter": 2**21, **dict.fromkeys(("histogram", *_GAUGES), 2**19)}
 # Each worker has a tier in memory, and all workers share the tier on disk.
 _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
