@@ -3,8 +3,8 @@
     sessions    histories of conversations
     shared      quotas, findings of verification, locks of sessions, what operators ask of all workers
 
-A server with one process keeps the values in memory (`LocalStore`), several processes of one machine in an
-SQLite file (`SqliteStore`). With --shared, histories and quotas are kept for all machines (shared/store.py).
+A server with one process keeps the values in memory (`LocalStore`), several processes of one machine in
+SQLite files (`SqliteStore`). With --shared, histories and quotas are kept for all machines (shared/store.py).
 Methods are coroutines, so that an implementation may wait for another machine.
 Values are bytes, and callers give durations and no points in time, so that machines need not agree on a
 clock.
