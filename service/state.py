@@ -85,6 +85,11 @@ class ByteBudget:
         self._kept = kept
         self.taken = 0
 
+    @property
+    def is_half_taken(self) -> bool:
+        """Whether more than half of the bytes are taken."""
+        return self.taken > self.maximum / 2
+
     def take(self, count: int) -> None:
         """Count bytes as kept. Raises QueueFull if they would be too many."""
         if self.taken + count > self.maximum:

@@ -47,6 +47,8 @@ _MAX_FRAMING_BYTES = 64 * 1024
 _FRAMING_PER_BODY_BYTE = 8
 # A socket that is closed before all was read from it is reset, and the client may lose the response.
 _LINGER_SECONDS = 2.0
+# Of `write_seconds`, while connections are crowded.
+_CROWDED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Connections:
     name: ListenerName
     limits: ConnectionLimits
     on_cut: Callable[[str], None]  # called with one of metrics.CUT_REASONS
+    # Whether answers that are not read take most of what they may, so that others are refused soon.
+    is_crowded: Callable[[], bool] = lambda: False
     open: set[Connection] = field(default_factory=set)
     # Connections beyond the limit, the oldest first: they may only ask for HEALTH_PATHS.
     excess: dict[Connection, None] = field(default_factory=dict)
@@ -79,6 +83,10 @@ class Connections:
     def count(self) -> int:
         """Return the number of connections."""
         return len(self.open) + len(self.excess)
+
+    def write_seconds(self) -> float:
+        """Return the seconds that a client has at present to read a response."""
+        return self.limits.write_seconds * (_CROWDED_SHARE if self.is_crowded() else 1)
 
 
 class _Receiving(IntEnum):
@@ -270,14 +278,14 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Cut the connection if the client is overdue. now: by the loop's clock."""
-        limits = self._of_listener.limits
-        if self._write_paused_since is not None and now - self._write_paused_since > limits.write_seconds:
+        write_seconds = self._of_listener.write_seconds()
+        if self._write_paused_since is not None and now - self._write_paused_since > write_seconds:
             self._of_listener.on_cut(SLOW_READER)
             self.transport.abort()
         elif self.transport.is_closing() or self._closing_since is not None:
             self._closing_since = self._closing_since or now
             unread = self.transport.get_write_buffer_size() > 0
-            if now - self._closing_since > (limits.write_seconds if unread else _LINGER_SECONDS):
+            if now - self._closing_since > (write_seconds if unread else _LINGER_SECONDS):
                 self.transport.abort()
         elif self.flow.read_paused:
             self._since = now  # the server does not read, so the client is not late

@@ -138,7 +138,8 @@ class Server(uvicorn.Server):
         self._listeners = listeners
         self._is_alone = is_alone
         self._of_listeners = [
-            Connections(listener.name, limits, state.metrics.observe_cut) for listener in listeners
+            Connections(listener.name, limits, state.metrics.observe_cut, lambda: state.answers.is_half_taken)
+            for listener in listeners
         ]
         for connections in self._of_listeners:
             state.metrics.watch_connections(connections.name, connections.count)

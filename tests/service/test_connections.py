@@ -179,11 +179,14 @@ def test_client_that_reads_nothing_or_slowly_is_cut(hasty, reads):
             client.recv(reads)
 
 
+# Responses of 2 MB, of which the buffers of both sockets hold a few.
+LARGE = post(json.dumps({"inputs": ["a"] * 4096}).encode())
+LARGE_LIMITS = {"max_request_inputs": 4096, "max_queue_sequences": 65536, "max_inflight_bytes": 3 * MIB}
+
+
 def test_large_responses_that_are_not_read_are_bounded_and_in_flight():
-    # Responses of 2 MB, of which the buffers of both sockets hold a few.
-    request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
-    limits = {"max_request_inputs": 4096, "max_queue_sequences": 65536, "max_inflight_bytes": 3 * MIB}
-    with served(**limits) as server:
+    request = LARGE
+    with served(**LARGE_LIMITS, write_seconds=600) as server:
         answers = server.server.config.app.state.service.answers
         with server.connect(receive_buffer=4096) as slow:
             slow.sendall(request * 8)
@@ -196,6 +199,14 @@ def test_large_responses_that_are_not_read_are_bounded_and_in_flight():
             assert [answer.status for answer in read_responses(slow, 8)] == [200] * 8
         wait_until(lambda: answers.taken == 0)
         assert server.ask(request).status == 200
+
+
+def test_client_has_less_time_to_read_while_large_responses_are_not_read(monkeypatch):
+    monkeypatch.setattr("service.web.connection._CROWDED_SHARE", 0.0)
+    with served(**LARGE_LIMITS, write_seconds=600) as server, server.connect(receive_buffer=4096) as slow:
+        with counted(server, "slow_reader"):
+            slow.sendall(LARGE * 8)
+        assert server.ask(LARGE).status == 200
 
 
 # Size.
