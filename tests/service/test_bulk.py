@@ -324,6 +324,18 @@ def test_stopped_run_says_how_to_continue(
     assert output.read_bytes() == whole
 
 
+def test_run_that_was_begun_with_larger_chunks_continues_with_the_same_bytes(
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch
+):
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    one_line(run(*arguments), "16 rows are saved", code=130)
+    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+
+
 def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
     tiny_checkpoint, tmp_path, source, texts, whole
 ):
@@ -536,6 +548,14 @@ def test_long_texts_make_chunks_of_fewer_rows(monkeypatch):
     sizes = [len(next(read).texts) for _ in range(4)]
     assert max(sizes) < ROWS_PER_CHUNK
     assert min(sizes) > 0
+
+
+def test_run_of_long_texts_is_saved_every_few_hundred_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 4096)
+    source = write_texts(tmp_path / "texts.tsv", ["my card is lost " * 60] * 1000)
+    with open_rows(source, "body") as rows:
+        sizes = [len(chunk.texts) for chunk in ChunkReader(rows).chunks()]
+    assert max(sizes) < 300
 
 
 @pytest.mark.parametrize("ending", ["txt", "tsv", "csv", "jsonl", "parquet"])
