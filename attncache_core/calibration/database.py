@@ -12,6 +12,7 @@ import numpy as np
 from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress, calibrate, held_first
 from attncache_core.calibration.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
 from attncache_core.calibration.probes import find_probes, stored_batches
+from attncache_core.calibration.quality import texts_needed
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
@@ -47,11 +48,11 @@ def calibrate_database(
 
     The damage of each head is measured again, with the records that the search finds. Within a layer, the
     heads keep the order in which the records hold them. Returns the report, which the manifest holds as
-    `quality`. Raises InvalidInput if fewer than 20 sequences remain.
+    `quality`. Raises InvalidInput if too few sequences remain to prove that the budget is kept.
     """
     database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
     store, manifest = database.search.store, database.manifest
-    unseen = unrecorded(database, sequences, field="texts")
+    unseen = unrecorded(database, sequences, field="texts", needed=texts_needed(budget))
     probes = find_probes(engine.model, database.search, unseen)
     sample = probes.sample(MAX_DAMAGE_PROBES)
     order = manifest.mask.order
@@ -106,20 +107,21 @@ def calibrate_database(
 
 
 def unrecorded(
-    database: AttentionDatabase, sequences: Sequence[Sequence[int]], *, field: str
+    database: AttentionDatabase, sequences: Sequence[Sequence[int]], *, field: str, needed: int = MIN_PROBES
 ) -> list[list[int]]:
     """Return the distinct sequences that the database can be measured on.
 
     These sequences are not recorded, and the database has records of their length. Raises InvalidInput for
-    `field` if fewer than 20 sequences remain.
+    `field` if fewer than `needed` sequences remain.
     """
     store = database.search.store
     distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
     unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
-    if len(unseen) < MIN_PROBES:
+    if len(unseen) < needed:
+        of_budget = " (min_text_cosine 0, or a smaller min_agreement, needs fewer)" * (needed > MIN_PROBES)
         raise InvalidInput(
             f"{len(unseen)} of the texts are not in the database and have a length that it holds; "
-            f"at least {MIN_PROBES} such texts are needed, and several hundred give useful figures",
+            f"at least {needed} such texts are needed, so give more texts{of_budget}",
             field=field,
         )
     return unseen

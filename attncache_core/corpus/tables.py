@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +19,9 @@ import orjson
 from attncache_core.errors import InvalidInput
 
 FORMATS = ("txt", "tsv", "csv", "jsonl")
+# Longer fields are rather a quote that is not closed, which would read the rest of the file into memory.
+_MAX_CSV_FIELD = 2**24
+_SHOWN_COLUMNS = 20
 
 
 def read_rows(
@@ -31,38 +34,45 @@ def read_rows(
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
-    missing, or a row has no value for a column.
+    missing or named twice, or a row has no value for a column, more fields than the header or a null byte.
     """
+    return (row for _, row in numbered_rows(path, columns, file_format))
+
+
+def numbered_rows(
+    path: str, columns: tuple[str, ...], file_format: str | None = None
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield each row of read_rows with the number of its last line. Raises InvalidInput as read_rows does."""
     file_format = format_of(path, file_format)
     try:
         with _open(path) as file:
-            yield from (row for _, row in parse_rows(file, path, columns, file_format))
+            yield from parse_rows(file, path, columns, file_format)
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
 
 
-def format_of(path: str, file_format: str | None = None) -> str:
+def format_of(path: str, file_format: str | None = None, known: Sequence[str] = FORMATS) -> str:
     """Return the format of a file: `file_format`, else the ending of its name, else "txt" for "-".
 
-    Raises InvalidInput if the format is unknown.
+    Raises InvalidInput if the format is not one of the known formats.
     """
     file_format = file_format or ("txt" if path == "-" else Path(path).suffix.removeprefix(".").lower())
-    if file_format not in FORMATS:
+    if file_format not in known:
         raise InvalidInput(
             f"{path} has a format that is not known; its name must end in one of "
-            f"{', '.join('.' + name for name in FORMATS)}",
+            f"{', '.join('.' + name for name in known)}",
             field="corpus",
         )
     return file_format
 
 
 def parse_rows(
-    file: TextIO, path: str, columns: tuple[str, ...], file_format: str, *, keep_blank: bool = False
+    file: TextIO, path: str, columns: tuple[str, ...], file_format: str, *, refuse_blank: bool = False
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield each row of an open file with the number of its last line. Reads no further than necessary.
 
-    path: for errors. keep_blank: yield blank lines of txt files and tables as rows of empty texts; otherwise
-    they are skipped. Raises InvalidInput as read_rows does, and OSError.
+    path: for errors. refuse_blank: refuse empty lines, as rows without a text; by default blank lines of txt
+    and jsonl files and empty lines of tables are skipped. Raises InvalidInput as read_rows does, and OSError.
     """
     if file_format == "txt" and len(columns) > 1:
         raise InvalidInput(
@@ -70,23 +80,59 @@ def parse_rows(
         )
     lines = _Lines(file)
     try:
-        if file_format == "txt":
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, (line.rstrip("\r\n"),)
-                elif keep_blank:
-                    yield number, ("",)
-        elif file_format == "jsonl":
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _fields(line, path, number, columns)
-        elif file_format == "csv":
-            yield from _columns(_csv_rows(lines, path), path, columns, keep_blank)
-        else:
-            split = (line.rstrip("\r\n").split("\t") for line in lines)
-            yield from _columns(enumerate(split, 1), path, columns, keep_blank)
+        for number, row in _rows(lines, path, columns, file_format):
+            is_blank = row is None or (file_format == "txt" and not row[0].strip())
+            if is_blank and not refuse_blank:
+                continue
+            fields = row or ("",)
+            for column, text in zip(columns, fields, strict=False):
+                of_column = f", column {column!r}" if len(columns) > 1 else ""
+                require_text(text, f"{path}, line {number}{of_column}")
+            yield number, fields
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not UTF-8 (after line {lines.read})", field="corpus") from error
+        # Every line break before the bytes of the error has ended a line that was read.
+        line = lines.read + 1 + error.object.count(b"\n", 0, error.start)
+        raise InvalidInput(
+            f"{path}, line {line} is not UTF-8; save the file as UTF-8", field="corpus"
+        ) from error
+
+
+def require_text(text: str, place: str) -> None:
+    """Raise InvalidInput, which names the place, for a text that the server would refuse too."""
+    if not text:
+        raise InvalidInput(f"{place}: the text is empty; remove the row or give it a text", field="input")
+    if "\0" in text:
+        raise InvalidInput(f"{place}: the text holds a null byte; remove the byte", field="input")
+
+
+def require_one_column(path: Path | str, column: str, header: Sequence[str]) -> None:
+    """Raise InvalidInput, which names the file, unless exactly one column of a header has this name."""
+    if column not in header:
+        shown = ", ".join(map(repr, header[:_SHOWN_COLUMNS])) or "no header"
+        more = f" and {len(header) - _SHOWN_COLUMNS} more" if len(header) > _SHOWN_COLUMNS else ""
+        raise InvalidInput(f"{path} has no column {column!r}; it has {shown}{more}", field="column")
+    if (count := header.count(column)) > 1:
+        raise InvalidInput(
+            f"{path} has {count} columns {column!r}; rename all but one of them", field="column"
+        )
+
+
+def _rows(
+    lines: Iterator[str], path: str, columns: tuple[str, ...], file_format: str
+) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+    """Yield each row with the number of its last line; an empty line of a jsonl file or a table is None."""
+    if file_format == "txt":
+        yield from ((number, (line.rstrip("\r\n"),)) for number, line in enumerate(lines, 1))
+    elif file_format == "jsonl":
+        for number, line in enumerate(lines, 1):
+            yield number, _fields(line, path, number, columns) if line.strip() else None
+    elif file_format == "csv":
+        yield from _columns(_csv_rows(lines, path), path, columns, "quote a field that holds a comma")
+    else:
+        split = (line.rstrip("\r\n").split("\t") for line in lines)
+        yield from _columns(
+            _without_surplus_tabs(split), path, columns, "replace tabs within a field by spaces"
+        )
 
 
 class _Lines(Iterator[str]):
@@ -109,36 +155,48 @@ def _open(path: str) -> TextIO:
 
 def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield each row with the number of its last line; a quoted field may span several lines."""
+    csv.field_size_limit(_MAX_CSV_FIELD)
     reader = csv.reader(lines, strict=True)
+    first = 1
     try:
         for row in reader:
             yield reader.line_num, row
+            first = reader.line_num + 1
     except csv.Error as error:
         raise InvalidInput(
-            f"{path}, line {reader.line_num} cannot be read as CSV: {error}", field="corpus"
+            f"{path}, line {first} cannot be read as CSV: {error}; close the quotes of each field, and double"
+            " each quote within a field",
+            field="corpus",
         ) from error
 
 
+def _without_surplus_tabs(rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row of a tsv file with its number, without empty fields behind those of the header."""
+    columns = None
+    for number, row in enumerate(rows, 1):
+        columns = columns or len(row)
+        yield number, row[:columns] if not any(row[columns:]) else row
+
+
 def _columns(
-    rows: Iterator[tuple[int, list[str]]], path: str, columns: tuple[str, ...], keep_blank: bool
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the columns of a table, whose first row is the header; see parse_rows."""
+    rows: Iterator[tuple[int, list[str]]], path: str, columns: tuple[str, ...], remedy: str
+) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+    """Yield the columns of a table, whose first row is the header; see _rows.
+
+    remedy: for a row with more fields than the header. Raises InvalidInput as read_rows does.
+    """
     _, header = next(rows, (0, []))
-    missing = [column for column in columns if column not in header]
-    if missing:
-        raise InvalidInput(
-            f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, header)) or 'no header'}",
-            field="column",
-        )
+    for column in columns:
+        require_one_column(path, column, header)
     indices = [header.index(column) for column in columns]
     for number, row in rows:
         if not row or row == [""]:
-            if keep_blank:
-                yield number, ("",) * len(columns)
+            yield number, None
             continue
-        if len(row) <= max(indices):
+        if not max(indices) < len(row) <= len(header):
             raise InvalidInput(
-                f"{path}, line {number} has {len(row)} columns, and the header has {len(header)}",
+                f"{path}, line {number} has {len(row)} columns, and the header has {len(header)}; "
+                f"{remedy if len(row) > len(header) else 'complete the row'}",
                 field="corpus",
             )
         yield number, tuple(row[index] for index in indices)

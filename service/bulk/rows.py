@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attncache_core import InvalidInput
-from attncache_core.corpus.tables import FORMATS, format_of, parse_rows
+from attncache_core.corpus.tables import (
+    FORMATS,
+    format_of,
+    parse_rows,
+    require_one_column,
+    require_text,
+)
 from service.bulk.formats import pyarrow_parquet
 
 INPUT_FORMATS = (*FORMATS, "parquet")
 _ROWS_AT_ONCE = 1024
+# What pyarrow raises for a damaged file.
+_PYARROWS = (OSError, ValueError, NotImplementedError)
 
 
 class Rows(Protocol):
@@ -41,10 +49,9 @@ def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterat
     file_format: one of INPUT_FORMATS; None: the ending of the name. Raises InvalidInput if the file cannot be
     read or has no such column; iterating raises InvalidInput for a row without a text.
     """
-    is_parquet = "parquet" in (file_format or path.suffix.lower())
-    known = "parquet" if is_parquet else format_of(str(path), file_format)
+    known = format_of(str(path), file_format, INPUT_FORMATS)
     try:
-        file = path.open("rb") if is_parquet else path.open(encoding="utf-8-sig", newline="")
+        file = path.open("rb") if known == "parquet" else path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="input") from error
     with file:
@@ -63,9 +70,8 @@ class _LineRows:
         self._bytes = max(1, path.stat().st_size)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        rows = parse_rows(self._file, str(self._path), (self._column,), self._format, keep_blank=True)
-        for number, (text,) in rows:
-            yield number, _checked(text, self.place(number))
+        rows = parse_rows(self._file, str(self._path), (self._column,), self._format, refuse_blank=True)
+        return ((number, text) for number, (text,) in rows)
 
     def place(self, number: int) -> str:
         return f"{self._path}, line {number}"
@@ -91,29 +97,49 @@ class ParquetRows:
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
             self._file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-        except ValueError as error:  # pyarrow's ArrowInvalid
-            raise InvalidInput(f"{path} is not a Parquet file", field="input") from error
-        names = self._file.schema_arrow.names
-        if column not in names:
-            has = ", ".join(map(repr, names)) or "no column"
-            raise InvalidInput(f"{path} has no column {column!r}; it has {has}", field="column")
-        if (count := names.count(column)) > 1:
-            raise InvalidInput(
-                f"{path} has {count} columns {column!r}; rename all but one of them", field="column"
-            )
+        except _PYARROWS as error:
+            self._raise_of_storage(error)
+            raise InvalidInput(f"{path} is not a Parquet file, or is damaged", field="input") from error
+        require_one_column(path, column, self._file.schema_arrow.names)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=self._groups, columns=[self._column]):
-            skipped = min(len(batch), max(0, self._first - self._read))
-            self._read += skipped
-            for value in batch.column(0).slice(skipped).to_pylist():
-                self._read += 1
-                if not isinstance(value, str):
-                    raise InvalidInput(
-                        f"{self.place(self._read)}: no text in {self._column!r}; give the row a text",
-                        field="column",
-                    )
-                yield self._read, _checked(value, self.place(self._read))
+        for value in self._values():
+            self._read += 1
+            place = self.place(self._read)
+            if not isinstance(value, str):
+                raise InvalidInput(
+                    f"{place}: no text in {self._column!r}; give the row a text", field="column"
+                )
+            require_text(value, place)
+            yield self._read, value
+
+    def _values(self) -> Iterator[Any]:
+        """Yield the values of the column. Raises InvalidInput if the file is damaged, and OSError."""
+        try:
+            for batch in self._file.iter_batches(
+                _ROWS_AT_ONCE, row_groups=self._groups, columns=[self._column]
+            ):
+                skipped = min(len(batch), max(0, self._first - self._read))
+                self._read += skipped
+                for value in batch.column(0).slice(skipped):
+                    yield value.as_py()
+        except UnicodeDecodeError as error:
+            raise InvalidInput(
+                f"{self.place(self._read + 1)}: the text is not UTF-8; write the file again in UTF-8",
+                field="input",
+            ) from error
+        except _PYARROWS as error:
+            self._raise_of_storage(error)
+            raise InvalidInput(
+                f"{self.place(self._read + 1)} cannot be read; the file is damaged, so write it again",
+                field="input",
+            ) from error
+
+    def _raise_of_storage(self, error: Exception) -> None:
+        """Raise an error of the storage, which has a number, again with the file's name."""
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = error.filename or str(self._path)
+            raise error
 
     def place(self, number: int) -> str:
         """Return where a row is, for errors."""
@@ -130,12 +156,3 @@ class ParquetRows:
     def share(self) -> float:
         """The share of the file that was read, from 0 to 1."""
         return self._read / max(1, self._file.metadata.num_rows)
-
-
-def _checked(text: str, place: str) -> str:
-    """Return a text that the server would accept too. Raises InvalidInput for another one."""
-    if not text:
-        raise InvalidInput(f"{place}: the text is empty; remove the row or give it a text", field="input")
-    if "\0" in text:
-        raise InvalidInput(f"{place}: the text holds a null byte; remove the byte", field="input")
-    return text

@@ -71,19 +71,22 @@ def run(
             if spool.done.rows:
                 write_output(files.output, partial(files.output), spool.finish(), task.labels)
         except KeyboardInterrupt as stop:
-            raise Stopped(f"stopped; {spool.how_to_continue}") from stop
+            raise Stopped(f"stopped; {spool.how_to_continue()}") from stop
         except BadText as bad:
             raise NotFinite(
                 f"{rows.place(bad.number)}: the model computes NaN or infinity for this text; remove the "
-                f"text, or have the model's weights and dtype checked; {spool.how_to_continue}",
+                f"text, or have the model's weights and dtype checked; {spool.how_to_continue()}",
                 field="input",
             ) from bad
         except AttnCacheError as error:
-            raise type(error)(f"{error}; {spool.how_to_continue}", field=error.field) from error
+            if not spool.done.rows:
+                raise
+            remedy = spool.how_to_continue("correct the input and ")
+            raise type(error)(f"{error}; {remedy}", field=error.field) from error
         except OSError as error:
-            reason = f"{error.strerror or error}; {spool.how_to_continue}"
+            reason = f"{error.strerror or error}; {spool.how_to_continue()}"
             raise OSError(error.errno, reason, error.filename or str(files.output)) from error
-    remove_spool(files.output)
     if not spool.done.rows:
         raise InvalidInput(f"{files.source} has no texts", field="input")
+    remove_spool(files.output)
     return spool.done.rows

@@ -42,11 +42,12 @@ class Spool:
         self._output, self._file, self._width, self._begun_with = output, file, width, dict(begun_with)
         self.done = NOTHING
 
-    @property
-    def how_to_continue(self) -> str:
-        """A sentence for people."""
+    def how_to_continue(self, before: str = "") -> str:
+        """Return a sentence for people. before: what they must do first."""
+        if not self.done.rows:
+            return f"no row is saved; {before}run the same command again"
         saved = f"{self.done.rows:,} rows are saved in {partial(self._output)}"
-        return f"{saved}; run the same command again to continue"
+        return f"{saved}; {before}run the same command again to continue"
 
     def continue_or_begin(self) -> None:
         """Drop torn rows behind the ones that are done, or begin. Raises InvalidInput; see open_spool."""
@@ -134,8 +135,9 @@ class Spool:
 def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Iterator[Spool]:
     """Open the spool of an output file: continue what an earlier run left, or begin.
 
-    width: numbers per row. Raises InvalidInput if the earlier run was begun with something else, if its files
-    are damaged, and if another process writes to them; OSError if the files cannot be written.
+    width: numbers per row. At the end, the files are removed if no row is saved. Raises InvalidInput if the
+    earlier run was begun with something else, if its files are damaged, and if another process writes to
+    them; OSError if the files cannot be written.
     """
     descriptor = os.open(partial(output), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:
@@ -150,7 +152,11 @@ def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Itera
             ) from error
         spool = Spool(output, file, width, begun_with)
         spool.continue_or_begin()
-        yield spool
+        try:
+            yield spool
+        finally:
+            if not spool.done.rows:
+                remove_spool(output)
 
 
 def partial(output: Path) -> Path:
@@ -166,4 +172,4 @@ def progress(output: Path) -> Path:
 def remove_spool(output: Path) -> None:
     """Remove the files of an output that is complete or was never begun."""
     partial(output).unlink(missing_ok=True)
-    progress(output).unlink()
+    progress(output).unlink(missing_ok=True)

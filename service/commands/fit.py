@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from attncache_core import Checkpoint, NotFinite, PrefillEngine, fit_classifier
+from attncache_core import Checkpoint, InvalidInput, NotFinite, PrefillEngine, fit_classifier
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.corpus.tables import FORMATS
 from attncache_core.runtime.devices import Dtype
@@ -31,7 +31,7 @@ _BATCH = 64
 @click.option("--text-column", default="text", show_default=True, help="Column with the texts.")
 @click.option("--label-column", default="label", show_default=True, help="Column with the labels.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), required=True, help="Folder to write the classifier to."
+    "--output", type=click.Path(path_type=Path), required=True, help="Folder to create for the classifier."
 )
 def fit(
     checkpoint: Checkpoint,
@@ -44,6 +44,8 @@ def fit(
     output: Path,
 ) -> None:
     """Fit a linear classifier on the full model's embeddings. To serve it, use `serve --classifier`."""
+    if output.exists():
+        raise InvalidInput(f"{output} exists; remove it or choose another name", field="output")
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     embeddings: list[np.ndarray] = []

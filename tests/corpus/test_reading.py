@@ -125,6 +125,11 @@ def test_format_may_be_given(file):
     assert texts(path, file_format="tsv") == ["hello"]
 
 
+def test_long_csv_field_is_read_whole(file):
+    text = "a text " * 30_000
+    assert texts(file("a.csv", f'text\n"{text}"\n')) == [text]
+
+
 @pytest.mark.parametrize("name", ["data", "data.parquet", "data.tsv.gz"])
 def test_unknown_ending_is_refused_with_the_known_endings(file, name):
     assert ".txt, .tsv, .csv, .jsonl" in str(refusal(file(name, "text\nhello\n")))
@@ -135,12 +140,53 @@ def test_missing_column_is_refused_with_the_existing_columns(file, name, joint):
     error = refusal(file(name, f"id{joint}query\n1{joint}{SECRET}\n"))
     assert "no column 'text'; it has 'id', 'query'" in str(error)
     assert error.field == "column"
+    wide = joint.join(f"c{number}" for number in range(120))
+    assert str(refusal(file(name, wide))).endswith("'c18', 'c19' and 100 more")
 
 
-@pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
-def test_short_row_is_refused_with_its_line_number(file, name, joint):
-    error = refusal(file(name, f"id{joint}text\n1{joint}one\n\n{SECRET}\n"))
-    assert "line 4 has 1 columns, and the header has 2" in str(error)
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_column_that_the_header_names_twice_is_refused_if_it_is_read(file, name):
+    joint = "\t" if name == "a.tsv" else ","
+    path = file(name, f"{joint.join(['text', 'text', 'label'])}\n{joint.join(['a', SECRET, 'b'])}\n")
+    assert "has 2 columns 'text'; rename all but one of them" in str(refusal(path))
+    assert texts(path, "label") == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("a.tsv", SECRET, "has 1 columns, and the header has 2; complete the row"),
+        ("a.csv", SECRET, "has 1 columns, and the header has 2; complete the row"),
+        ("a.tsv", f"1\t{SECRET}\tb", "has 3 columns, and the header has 2; replace tabs within a field"),
+        ("a.csv", f"1,{SECRET}, b", "has 3 columns, and the header has 2; quote a field that holds a comma"),
+        ("a.csv", f"1,{SECRET},", "has 3 columns, and the header has 2; quote a field that holds a comma"),
+        ("a.csv", f'1,"{SECRET}" b', "cannot be read as CSV: ',' expected after '\"'; close the quotes"),
+        ("a.csv", f'1,"{SECRET}\n2,b\n', "cannot be read as CSV: unexpected end of data; close the quotes"),
+    ],
+)
+def test_row_that_the_header_does_not_fit_is_refused_with_its_line_number(file, name, row, words):
+    joint = "\t" if name == "a.tsv" else ","
+    assert f"line 4 {words}" in str(refusal(file(name, f"id{joint}text\n1{joint}one\n\n{row}\n")))
+
+
+def test_tabs_behind_the_fields_of_a_tsv_row_are_no_fields(file):
+    assert texts(file("a.tsv", "id\ttext\n1\tone\t\t\n2\ttwo\n")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "the text is empty; remove"), ("a\0b", "the text holds a null byte; remove")]
+)
+def test_text_that_the_server_refuses_is_refused_with_its_line_and_column(file, text, words):
+    table = f"text\tlabel\na\tx\n{text}\tx\n"
+    assert f"line 3: {words}" in str(refusal(file("a.tsv", table)))
+    assert f"line 3, column 'text': {words}" in str(refusal(file("a.tsv", table), "label", "text"))
+    assert f"line 3: {words}" in str(refusal(file("a.csv", table.replace("\t", ","))))
+    line = json.dumps({"text": text})
+    assert f"line 1: {words}" in str(refusal(file("a.jsonl", line)))
+    if text:
+        assert f"line 1: {words}" in str(refusal(file("a.txt", text)))
+    # A text of spaces is a text for the server too.
+    assert texts(file("b.tsv", "text\tlabel\n \tx\n")) == [" "]
 
 
 def test_line_number_of_a_csv_row_is_the_line_in_the_file(file):
@@ -174,8 +220,12 @@ def test_rows_before_a_bad_row_are_yielded(file):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv", "a.jsonl"])
 def test_file_that_is_not_utf_8_is_refused(file, name):
-    content = b'{"text": "caf\xe9"}\n' if name == "a.jsonl" else b"text\ncaf\xe9\n"
-    assert "not UTF-8" in str(refusal(file(name, content)))
+    good, bad = (
+        (b'{"text": "a"}\n', b'{"text": "caf\xe9"}\n') if name == "a.jsonl" else (b"text\n", b"caf\xe9\n")
+    )
+    for lines in (0, 2, 5000):
+        error = refusal(file(name, BOM + good * lines + bad + good))
+        assert f"{name}, line {lines + 1} is not UTF-8; save the file as UTF-8" in str(error)
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
@@ -225,6 +275,16 @@ def test_labelled_file_without_a_row_is_refused(file, name, content):
 
 def test_label_that_is_not_a_text_is_refused(file):
     assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
+
+
+@pytest.mark.parametrize("label", ["", " x", "x ", " "])
+def test_label_that_is_empty_or_has_spaces_around_it_is_refused_with_its_line(file, label):
+    path = file("a.tsv", f"text\tlabel\n{SECRET}\tx\n{SECRET}\t{label}\n")
+    words = "begins or ends with a space" if label else "the text is empty"
+    for read in (lambda: read_labelled(path, "text", "label"), lambda: read_texts_with_labels(path, "label")):
+        with pytest.raises(InvalidInput, match=f"line 3.*{words}") as refused:
+            read()
+        assert SECRET not in str(refused.value)
 
 
 def test_source_without_columns_gives_the_texts_of_the_default_column(file):
@@ -284,7 +344,7 @@ def test_rated_pairs_are_three_lists_of_equal_length(file):
     assert read_rated(path, "two", "one", "score") == (["b", "d", "f"], ["a", "c", "e"], [4.5, -0.1, 3.0])
 
 
-@pytest.mark.parametrize("rating", ["", "four", "1,5", "nan", "-inf", "1e999", SECRET])
+@pytest.mark.parametrize("rating", ["four", "1,5", "nan", "-inf", "1e999", SECRET])
 def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, rating):
     path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")
     with pytest.raises(InvalidInput, match="row 2: 'score' is not a number") as refused:

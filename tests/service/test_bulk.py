@@ -306,10 +306,11 @@ def stop_after(chunk, monkeypatch, error):
 @pytest.mark.parametrize(
     ("chunk", "error", "words", "code"),
     [
+        (0, KeyboardInterrupt(), ("stopped; no row is saved; run the same command again",), 130),
         (2, KeyboardInterrupt(), ("stopped; 16 rows are saved in", "run the same command again"), 130),
         (3, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ("out.npy: No space", "24 rows are saved"), 2),
     ],
-    ids=["interrupted", "disk full"],
+    ids=["interrupted at once", "interrupted", "disk full"],
 )
 def test_stopped_run_says_how_to_continue(
     tiny_checkpoint, tmp_path, source, whole, monkeypatch, chunk, error, words, code
@@ -318,6 +319,19 @@ def test_stopped_run_says_how_to_continue(
     arguments = embed_arguments(tiny_checkpoint, source, output)
     stop_after(chunk, monkeypatch, error)
     one_line(run(*arguments), *words, code=code)
+    assert left_files(tmp_path) == (["out.npy.partial", "out.npy.progress"] if chunk else [])
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+
+
+def test_run_that_was_begun_with_larger_chunks_continues_with_the_same_bytes(
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch
+):
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    one_line(run(*arguments), "16 rows are saved", code=130)
+    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
 
@@ -330,6 +344,7 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
     source.write_text("\n".join([*texts[:29], "", *texts[30:]]) + "\n", encoding="utf-8")
     line = one_line(run(*arguments), f"{source}, line 30: the text is empty; remove the row")
     assert "24 rows are saved" in line
+    assert line.endswith("correct the input and run the same command again to continue")
     source.write_bytes(good)
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
@@ -341,15 +356,18 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
         ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is not JSON"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2 has no text in 'text'"]),
         ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
+        ("a.jsonl", '{"text": "zanzibar"}\n \n{"text": "b"}\n', ["line 2: the text is empty"]),
         ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),
         ("a.tsv", "id\ttext\n1\tzanzibar\n2\n", ["line 3 has 1 columns, and the header has 2"]),
         ("a.tsv", "text\nzanzibar\n\nb\n", ["line 3: the text is empty"]),
         ("a.csv", 'text\n"a\nb"\n""\n', ["line 4: the text is empty"]),
         ("a.csv", "body\nzanzibar\n", ["a.csv has no column 'text'; it has 'body'"]),
-        ("a.txt", "zanzibar\n  \n", ["line 2: the text is empty"]),
-        ("a.txt", b"zanzibar\n\xff\n", ["a.txt is not UTF-8"]),
+        ("a.csv", "text,label\nzanzibar, b,card\n", ["line 2 has 3 columns, and the header has 2; quote"]),
+        ("a.txt", "zanzibar\n\n", ["line 2: the text is empty"]),
+        ("a.txt", b"zanzibar\n\xff\n", ["a.txt, line 2 is not UTF-8; save the file as UTF-8"]),
         ("a.txt", "", ["a.txt has no texts"]),
         ("a.xml", "", ["a.xml has a format that is not known"]),
+        ("a.tsv.gz", "", ["its name must end in one of .txt, .tsv, .csv, .jsonl, .parquet"]),
         ("a.parquet", "zanzibar", ["a.parquet is not a Parquet file"]),
     ],
 )
@@ -357,22 +375,45 @@ def test_bad_rows_and_files_are_refused_in_one_line(tiny_checkpoint, tmp_path, n
     source = tmp_path / name
     source.write_bytes(content.encode() if isinstance(content, str) else content)
     one_line(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")), *words)
-    assert not (tmp_path / "out.npy").exists()
+    assert list(tmp_path.iterdir()) == [source]
 
 
-def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint, tmp_path):
+def test_text_of_spaces_is_a_text_in_every_format(tiny_checkpoint, tmp_path):
+    outputs = []
+    for name, content in (
+        ("a.txt", "  \ncard\n"),
+        ("a.tsv", "text\n  \ncard\n"),
+        ("a.jsonl", '{"text": "  "}\n'),
+    ):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        outputs.append(tmp_path / f"{name}.npy")
+        succeeded(run(*embed_arguments(tiny_checkpoint, tmp_path / name, outputs[-1])))
+    first, *others = (np.load(output)[0] for output in outputs)
+    assert all((other == first).all() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("second", "damaged", "words"),
+    [
+        (b"zanzibar \xff", None, "row 2: the text is not UTF-8; write the file again"),
+        (b"zanzibar", -10, "row 1 cannot be read; the file is damaged"),
+        (b"zanzibar", -4, "row 1 cannot be read; the file is damaged"),
+    ],
+    ids=["not UTF-8", "compression", "page"],
+)
+def test_damage_of_a_parquet_file_is_refused_with_the_row(tiny_checkpoint, tmp_path, second, damaged, words):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    source, output = tmp_path / "a.parquet", tmp_path / "out.npy"
-    parquet.write_table(pyarrow.table({"text": ["zanzibar", None], "id": [1, 2]}), source)
-    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "a.parquet, row 2: no text in 'text'")
-    one_line(
-        run(*embed_arguments(tiny_checkpoint, source, output, "--column", "body")),
-        "has no column 'body'; it has 'text', 'id'",
-    )
-    parquet.write_table(pyarrow.table([["a"], ["zanzibar"]], names=["text", "text"]), source)
-    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "a.parquet has 2 columns 'text'; rename")
+    source, texts = tmp_path / "a.parquet", pyarrow.array([b"card", second])
+    parquet.write_table(pyarrow.table({"text": texts.view(pyarrow.string())}), source)
+    content = bytearray(source.read_bytes())
+    if damaged is not None:
+        first = content.index(b"card") + damaged
+        content[first : first + 4] = b"\xff" * 4
+    source.write_bytes(content)
+    one_line(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")), f"{source}, {words}")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path, texts):
@@ -507,6 +548,14 @@ def test_long_texts_make_chunks_of_fewer_rows(monkeypatch):
     sizes = [len(next(read).texts) for _ in range(4)]
     assert max(sizes) < ROWS_PER_CHUNK
     assert min(sizes) > 0
+
+
+def test_run_of_long_texts_is_saved_every_few_hundred_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 4096)
+    source = write_texts(tmp_path / "texts.tsv", ["my card is lost " * 60] * 1000)
+    with open_rows(source, "body") as rows:
+        sizes = [len(chunk.texts) for chunk in ChunkReader(rows).chunks()]
+    assert max(sizes) < 300
 
 
 @pytest.mark.parametrize("ending", ["txt", "tsv", "csv", "jsonl", "parquet"])

@@ -74,17 +74,6 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
     assert "mean cosine of the hits at least 0.8" in text
 
 
-def test_only_recorded_texts_hit_if_too_few_texts_prove_the_floor(tiny_checkpoint, database, files):
-    # 90 hits say nothing about the 1st percentile with 95 % confidence; 299 hits would.
-    options = ("--texts", files / "texts.txt", "--min-cosine", "0.1", "--min-text-cosine", "0.01")
-    text = succeeded(calibrate(tiny_checkpoint, database, *options))
-    manifest = AttentionDatabase.open(database).manifest
-    assert manifest.policy.budget == Budget(Measure.COSINE, 0.1, 0.01)
-    assert manifest.quality["hit_rate"] == 0
-    assert not any(group.approximates for group in manifest.policy.groups)
-    assert "90 held-out texts cannot prove" in " ".join(text.split())
-
-
 def test_calibrated_database_is_sound_and_serves(
     tiny_checkpoint, tiny_engine, tiny_corpus, database, files, unseen
 ):
@@ -114,7 +103,7 @@ def test_calibrated_database_is_sound_and_serves(
 
 
 def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, database, files):
-    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8")
+    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
     succeeded(calibrate(tiny_checkpoint, database, *options))
     first = (database / "manifest.json").read_bytes()
     succeeded(calibrate(tiny_checkpoint, database, *options))
@@ -128,14 +117,21 @@ def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, fil
     engine.map_reuse.tighten(0)
     engine.map_reuse.keep_verified({})
     assert (database / "tightened.json").exists()
-    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-text-cosine", "0"))
     assert not (database / "tightened.json").exists()
 
 
 @pytest.mark.parametrize("option", ["--exclude", "--without"])
 def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint, database, files, option):
     """Exclude ten texts. Five texts are in capitals, which have the same tokens as small letters."""
-    options = ("--texts", files / "texts.txt", option, f"{files / 'some.csv'}:query,answer")
+    options = (
+        "--texts",
+        files / "texts.txt",
+        option,
+        f"{files / 'some.csv'}:query,answer",
+        "--min-text-cosine",
+        "0",
+    )
     succeeded(calibrate(tiny_checkpoint, database, *options))
     assert AttentionDatabase.open(database).manifest.quality["measured"] == 80
 
@@ -178,7 +174,7 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     kept = AttentionDatabase.open(database).decisions
     np.testing.assert_array_equal(kept.weight, LinearClassifier.load(classifier).weight)
     # A budget for embeddings needs no classifier.
-    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-text-cosine", "0"))
     assert AttentionDatabase.open(database).decisions is None
     assert not (database / "decisions").exists()
 
@@ -219,13 +215,23 @@ def test_classifier_of_another_model_is_refused(tiny_checkpoint, calibratable, d
     assert_refused(result, database, calibratable, "fitted for m", "fit a classifier")
 
 
-def test_too_few_texts_are_refused_with_the_number_needed(
-    tiny_checkpoint, calibratable, database, unseen, tiny_corpus, tmp_path
+@pytest.mark.parametrize(
+    ("budget", "needed"),
+    [
+        (("--min-text-cosine", "0"), 20),
+        (("--min-cosine", "0.1", "--min-text-cosine", "0.01"), 299),
+        (("--labels", "my card,the bank", "--min-agreement", "0.98"), 149),
+    ],
+)
+def test_too_few_texts_to_prove_the_budget_are_refused_with_the_number_needed(
+    tiny_checkpoint, calibratable, database, unseen, tiny_corpus, tmp_path, budget, needed
 ):
     texts = tmp_path / "few.txt"
     texts.write_text("\n".join([*unseen[:19], *unseen[:5], tiny_corpus[0].text, PRIVATE]), encoding="utf-8")
-    result = calibrate(tiny_checkpoint, database, "--texts", texts)
-    assert_refused(result, database, calibratable, "19 of the texts", "at least 20 such texts are needed")
+    result = calibrate(tiny_checkpoint, database, "--texts", texts, *budget)
+    words = ("19 of the texts", f"at least {needed} such texts are needed, so give more texts")
+    assert_refused(result, database, calibratable, *words)
+    assert ("min_text_cosine 0, or a smaller min_agreement, needs fewer" in result.stderr) == (needed > 20)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,16 @@ def test_bad_option_is_one_line(
 def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):
     """Texts with the same first tokens are one text if texts are cut to five tokens."""
     texts = (files / "texts.txt").read_text(encoding="utf-8").splitlines()
-    options = ("--texts", files / "texts.txt", "--max-tokens", "5", "--min-cosine", "0.5")
+    options = (
+        "--texts",
+        files / "texts.txt",
+        "--max-tokens",
+        "5",
+        "--min-cosine",
+        "0.5",
+        "--min-text-cosine",
+        "0",
+    )
     succeeded(calibrate(tiny_checkpoint, database, *options))
     quality = json.loads((database / "manifest.json").read_text(encoding="utf-8"))["quality"]
     first_words = {" ".join(text.split()[:3]) for text in texts}

@@ -292,7 +292,8 @@ CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
         ("fit-classifier --data {files}/train.tsv --output out", "absent", ("not found", "absent")),
         ("fit-classifier --data one.tsv --output out", "tiny", ("two labels",)),
         ("fit-classifier --data {files}/train.tsv --output out", "classifier", ("gives no embeddings",)),
-        ("fit-classifier --data {files}/train.tsv --output one.tsv", "tiny", ("one.tsv",)),
+        ("fit-classifier --data {files}/train.tsv --output one.tsv", "tiny", ("one.tsv exists; remove it",)),
+        ("fit-classifier --data {files}/train.tsv --output .", "tiny", (". exists; remove it or choose",)),
         ("inspect .", None, ("there is no database",)),
         ("inspect one.tsv", None, ("there is no database",)),
         ("verify .", None, ("there is no database",)),
@@ -325,6 +326,7 @@ def test_mistake_is_one_line(
     [
         (f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
         (f"id\ttext\n{PRIVATE}\n", (), ("line 2",)),
+        (f"id\ttext\n{PRIVATE}\t\n", (), ("line 2: the text is empty; remove the row",)),
         (f"text\n{PRIVATE}\n", (), ("1 distinct texts",)),
         (f"text\n{PRIVATE}\ncard\n", ("--heads", "layers:7"), ("layers 0 to 2",)),
         (f"text\n{PRIVATE}\ncard\n", ("--min-cosine", "2"), ("--min-cosine",)),

@@ -131,7 +131,7 @@ def test_server_that_drops_nothing_runs_the_whole_model(tiny_checkpoint, tiny_en
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("calibrate", ("--texts",)),
+        ("calibrate --min-text-cosine 0", ("--texts",)),
         ("evaluate agreement", ("--data",)),
         ("evaluate classification", ("--train", "--data")),
     ],

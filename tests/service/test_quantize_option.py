@@ -68,7 +68,9 @@ def test_server_computes_with_the_quantisation_it_is_told(built, tiny_checkpoint
 
 
 @pytest.mark.parametrize(
-    "command", [("calibrate", "--texts"), ("evaluate", "agreement", "--data")], ids=" ".join
+    "command",
+    [("calibrate", "--min-text-cosine", "0", "--texts"), ("evaluate", "agreement", "--data")],
+    ids=" ".join,
 )
 def test_command_opens_the_database_only_with_its_quantisation(
     command, built, files, tiny_checkpoint, tmp_path
@@ -111,7 +113,7 @@ def texts_file(folder, content):
         (b"", "texts.txt has no texts"),
         (b"\n\n", "texts.txt has no texts"),
         (b"one\ntwo\n", "quantize_texts needs at least 16 texts, and has 2"),
-        ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (after line 0)"),
+        ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt, line 1 is not UTF-8; save the file as UTF-8"),
     ],
 )
 @pytest.mark.parametrize("command", ["prune", "serve"])
