@@ -324,7 +324,8 @@ class PrefillEngine:
         prompt = (
             self.tokenizer.default_prompt if prompt_name is None else self.tokenizer.named_prompt(prompt_name)
         )
-        result = self.run(self.requests(self.tokenize(texts, prompt=prompt), prompt, reuse=reuse))
+        sequences = self.tokenize(texts, prompt=prompt)
+        result = self.run(self.requests(sequences, prompt, reuse=reuse, reads=Measure.COSINE))
         require_finite(result.finite)
         return self.embeddings(result.outputs, normalize=normalize, dimensions=dimensions)
 
@@ -380,15 +381,16 @@ class PrefillEngine:
         *,
         reuse: bool = True,
         salt: bytes = b"",
+        reads: Measure | None = Measure.AGREEMENT,
     ) -> list[PrefillRequest]:
         """Return the requests for token sequences that `tokenize` returned for this prompt.
 
         prompt: None for the checkpoint's template. labels: the labels to score, if the prompt is the prompt
         of labels. reuse: let the sequences reuse what they can: stored keys and values of the same salt, and
-        attention maps if `may_reuse` allows it for the prompt.
+        attention maps if `may_reuse` allows it for the prompt. reads: as there.
         """
         prompt = prompt or self.tokenizer.default_prompt
-        maps = reuse and self.may_reuse(prompt, labels)
+        maps = reuse and self.may_reuse(prompt, labels, reads)
         return [
             PrefillRequest(ids, maps, plan, self.prefix_key(ids, plan, salt if reuse else None))
             for index, ids in enumerate(sequences)
@@ -425,19 +427,28 @@ class PrefillEngine:
         """Return how many tokens at the front of a sequence would be given to a batch now."""
         return self.key_values.store.givable_tokens(prefix_key) if self.key_values and prefix_key else 0
 
-    def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
-        """Return whether the quality budget covers sequences of this prompt.
+    def may_reuse(
+        self,
+        prompt: Prompt,
+        labels: LabelTokens | None = None,
+        reads: Measure | None = Measure.AGREEMENT,
+    ) -> bool:
+        """Return whether the quality budget covers what is read of sequences of this prompt.
 
-        The budget was measured with the checkpoint's template. It covers the operator's labels; for labels of
-        several tokens it was measured on prompts without the labels. A cosine budget also covers other
-        single-token labels in the operator's template.
+        reads: what the outputs are read for, without `labels`: AGREEMENT for decisions among all of the
+        operator's classes, COSINE for embeddings, None for anything else, such as other classes.
+
+        The budget was measured with the checkpoint's template. A budget of decisions covers no embeddings. It
+        covers the operator's labels; for labels of several tokens it was measured on prompts without the
+        labels. A cosine budget also covers other single-token labels in the operator's template.
         """
-        if labels is None:
-            return prompt == self.tokenizer.default_prompt
-        if labels is self.decisions.label_tokens:
+        if labels is not None and labels is self.decisions.label_tokens:
             return True
-        cosine = self.map_reuse is not None and self.map_reuse.policy.budget.measure is Measure.COSINE
-        return cosine and prompt == self.tokenizer.default_prompt
+        if prompt != self.tokenizer.default_prompt or (labels is None and reads is None):
+            return False
+        if labels is None and (reads is Measure.AGREEMENT or self.map_reuse is None):
+            return True
+        return self.map_reuse is not None and self.map_reuse.policy.budget.measure is Measure.COSINE
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:

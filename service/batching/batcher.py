@@ -27,6 +27,7 @@ from typing import Any
 
 from attncache_core import InvalidInput, PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
+from attncache_core.heads.comparator import Measure
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
@@ -113,6 +114,7 @@ class Batcher:
         counted: bool = True,
         prompt: Prompt | None = None,
         labels: LabelTokens | None = None,
+        reads: Measure | None = Measure.COSINE,
         salt: bytes = b"",
         repeats: bool = True,
         timing: Timing | None = None,
@@ -121,9 +123,10 @@ class Batcher:
         """Queue the texts of a source and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
-        labels. reuse: reuse results, stored keys and values of this salt, and attention maps if the engine
-        allows it for this prompt. flow: who sends the request; flows take turns (see FairOrder). counted:
-        whether the metric of outcomes counts the sequences. repeats: whether results of equal texts may be
+        labels. reads: what the outputs are read for, as PrefillEngine.may_reuse. reuse: reuse results, stored
+        keys and values of this salt, and attention maps if the engine allows it for this prompt. flow: who
+        sends the request; flows take turns (see FairOrder). counted: whether the metric of outcomes counts
+        the sequences. repeats: whether results of equal texts may be
         reused; otherwise the engine computes all texts, and stores their keys and values. timing: is told
         what happens to the request, also if the future fails. answered: called on the event loop with the
         token ids of a request that was answered and may reuse attention maps. Cancelling the future removes
@@ -133,7 +136,7 @@ class Batcher:
         """
         engine = self._runner.engine
         used = prompt or engine.tokenizer.default_prompt
-        maps = reuse and engine.may_reuse(used, labels)
+        maps = reuse and engine.may_reuse(used, labels, reads)
         shares = engine.runner.shares_prefixes(maps)
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares

@@ -17,6 +17,7 @@ import numpy as np
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
+from attncache_core.heads.comparator import Measure
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.common import (
@@ -95,16 +96,20 @@ async def _by_output(
         _check_labels(body.labels, source.count, settings.max_request_inputs)
         return await by_entailment(call, serving, body, source, reuse)
     _refuse_zero_shot(body)
-    if serving.engine.decisions.labels is not None:
-        choice = _among_known(body.labels, serving.engine.decisions.labels)
+    salt = call.salt(body.cache_salt)
+    known = serving.engine.decisions.labels
+    if known is not None:
+        choice = _among_known(body.labels, known)
     else:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
         _check_labels(labels, source.count, settings.max_request_inputs)
         truncate = settings.truncate if body.truncate is None else body.truncate
-        choice = _Choice(labels, None, await _label_embeddings(call, serving, labels, truncate))
-    result = await computed(call, serving, source, reuse=reuse, salt=call.salt(body.cache_salt))
+        choice = _Choice(labels, None, await _label_embeddings(call, serving, labels, truncate, salt, reuse))
+    # The budget of a database was measured for all classes of the server, and not for other ones.
+    reads = Measure.AGREEMENT if choice.columns and len(choice.labels) == len(known or ()) else None
+    result = await computed(call, serving, source, reuse=reuse, reads=reads, salt=salt)
     return Scores(choice.labels, choice.scores(result.outputs, serving, body.temperature), result)
 
 
@@ -179,14 +184,15 @@ def _refuse_duplicates(labels: list[str]) -> None:
         seen.add(label)
 
 
-async def _label_embeddings(call: Call, serving: Serving, labels: list[str], truncate: bool) -> np.ndarray:
+async def _label_embeddings(
+    call: Call, serving: Serving, labels: list[str], truncate: bool, salt: bytes, reuse: bool
+) -> np.ndarray:
     """Return the labels' embeddings, [labels, dimensions], of unit length.
 
-    Computes only labels that are not cached, always without reuse. Raises NotFinite and InputTooLong for the
-    field "labels".
+    Computes only labels that are not cached for this salt, or all if `reuse` is False. Raises NotFinite and
+    InputTooLong for the field "labels".
     """
-    salt = call.salt()
-    known = serving.label_memory.recall(labels, truncate, salt)
+    known = serving.label_memory.recall(labels, truncate, salt) if reuse else {}
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.

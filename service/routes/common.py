@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from attncache_core import InvalidInput, NoClassifier, NotFinite, PrefillResult, class_scores
+from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import require_finite
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
@@ -199,6 +200,7 @@ async def computed(
     reuse: bool,
     prompt: Prompt | None = None,
     labels: LabelTokens | None = None,
+    reads: Measure | None = Measure.COSINE,
     salt: bytes = b"",
     counted: bool = True,
     repeats: bool = True,
@@ -223,6 +225,7 @@ async def computed(
         reuse=reuse,
         prompt=prompt,
         labels=labels,
+        reads=reads,
         salt=salt,
         counted=counted,
         repeats=repeats,
@@ -345,7 +348,7 @@ async def classified(
         return Classified(labels.labels, logits, False, result)
     if engine.decisions.labels is None:
         raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
-    result = await computed(call, serving, source, reuse=reuse, salt=salt)
+    result = await computed(call, serving, source, reuse=reuse, reads=Measure.AGREEMENT, salt=salt)
     return Classified(
         engine.decisions.labels,
         engine.decisions.class_logits(result.outputs),

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
+from attncache_core.heads.comparator import Measure
 from service.batching import sources
 from service.routes.common import ERRORS, computed, documented_body
 from service.schemas import Name, Text, Texts
@@ -79,7 +80,9 @@ async def explain_text(call: CurrentCall) -> Response:
     async with call.state.explaining:
         explained = await asyncio.to_thread(_explained, serving, body.input, salt)
     source = sources.Texts([body.input], call.state.settings.truncate)
-    answered = await computed(call, serving, source, reuse=True, salt=salt, counted=False)
+    answered = await computed(
+        call, serving, source, reuse=True, reads=Measure.AGREEMENT, salt=salt, counted=False
+    )
     content = {
         **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,

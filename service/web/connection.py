@@ -209,9 +209,17 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """Start to answer the request, or queue it behind the request before."""
+        """Start to answer the request, or queue it behind the request before.
+
+        Raises OverflowError, which ends the parser, if the headers are too large.
+        """
         if self._receiving is _Receiving.BODY:
             return  # the head of `ignore_upgrade`
+        # Headers that arrive in one read were not counted.
+        size = sum([len(name) + len(value) for name, value in self.headers])
+        self._bound_headers(max(0, size - self._header_bytes))
+        if self._refusal is not None:
+            raise OverflowError
         self._body_bytes = self._bytes_with_framing = 0
         super().on_headers_complete()
         self._receiving = _Receiving.BODY
@@ -237,7 +245,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Refuse what the parser did not accept."""
+        """Refuse what the parser did not accept, unless it was refused before."""
+        if self._refusal is not None:
+            return
         self._refuse(
             MalformedRequest(
                 f"the request is not HTTP/1.1, or more than {_MAX_PIPELINED} requests wait for a response"

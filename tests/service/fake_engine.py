@@ -158,7 +158,7 @@ class FakeEngine:
     def may_blend(self, *_):
         return False
 
-    def may_reuse(self, prompt, labels=None):
+    def may_reuse(self, prompt, labels=None, reads=None):  # noqa: ARG002
         return labels is None and prompt == OWN_PROMPT
 
     def shares_prefixes(self, reuse):  # noqa: ARG002

@@ -212,6 +212,16 @@ def test_client_has_less_time_to_read_while_large_responses_are_not_read(monkeyp
 # Size.
 
 
+@pytest.mark.parametrize("headers", [b"X: y\r\n" * 300, b"X: " + b"x" * 70_000 + b"\r\n"])
+def test_headers_that_are_too_large_are_refused_though_they_come_at_once(server, headers):
+    # Behind a request that is not answered yet, the response to that request comes, and nothing else.
+    for first, status in ((b"", 431), (HEALTH, 200)):
+        with counted(server, "headers_too_large"), server.connect() as client:
+            client.sendall(first + b"GET /health HTTP/1.1\r\n" + headers + b"\r\n")
+            assert read_response(client).status == status
+            assert client.recv(1) == b""
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -611,7 +611,9 @@ async def test_cosines_compare_answers_with_reuse_and_without(real_engine):
         while (values := await values_of(client))[(VERIFIED,)] < 30:
             await asyncio.sleep(0.001)
         full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
+        labelled = await client.post("/classify", json=body | {"labels": ["bank", "card"]})
     assert with_reuse.headers["X-AttnCache-Hits"] == "30/30"
+    assert labelled.headers["X-AttnCache-Hits"] == "0/30"  # no budget was measured with these labels
     cosines = (np.array(with_reuse.json()) * np.array(full.json())).sum(axis=1)
     assert cosines.min() < 0.999  # otherwise the test would prove nothing
     assert values[("attncache_verify_cosine_sum",)] == pytest.approx(cosines.sum(), abs=1e-4)
@@ -623,20 +625,32 @@ def deciding_engine(tiny_checkpoint, tiny_database, tmp_path):
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     database = AttentionDatabase.open(folder)
     weight, bias = np.eye(32, dtype=np.float32), np.zeros(32, np.float32)
-    files = database.keep_decisions(LinearClassifier(tuple(map(str, range(32))), weight, bias, "f", "m", {}))
+    fingerprint = tiny_checkpoint.embedding_fingerprint()
+    classifier = LinearClassifier(tuple(map(str, range(32))), weight, bias, fingerprint, "m", {})
+    files = database.keep_decisions(classifier)
     policy = replace(database.manifest.policy, budget=Budget(Measure.AGREEMENT, 1.0))
     replace(database.manifest, files=files, policy=policy).write(folder)
-    return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    return PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32", classifier=classifier
+    )
 
 
-async def test_budget_for_decisions_of_the_database_is_verified(deciding_engine, caplog):
+async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothing_else(
+    deciding_engine, caplog
+):
     body = {"inputs": new_texts(60)}
     async with serving(deciding_engine, verify_rate=1) as client:
-        with_reuse = await client.post("/embed", json=body)
+        for path, other in (("/embed", {}), ("/classify", {"labels": ["3", "5"]}), ("/similarity", None)):
+            texts = (
+                {"inputs": {"source_sentence": "a", "sentences": ["b"]}} if other is None else body | other
+            )
+            answer = await client.post(path, json=texts)
+            assert answer.headers["X-AttnCache-Hits"].startswith("0/"), path
+        with_reuse = await client.post("/classify", json=body)
         while not (await values_of(client))[(FAILURES,)]:
             await asyncio.sleep(0.001)
-        full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
-    decisions = [np.argmax(answer.json(), axis=1)[:56] for answer in (with_reuse, full)]
+        full = await client.post("/classify", json=body, headers={"X-AttnCache-Reuse": "off"})
+    decisions = [[scores[0]["label"] for scores in answer.json()][:56] for answer in (with_reuse, full)]
     same = np.equal(*decisions).mean()
     assert same < 1  # otherwise the test would prove nothing
     assert f"mean agreement {same:.4f} of the last 56 verified hits" in caplog.text
@@ -645,10 +659,11 @@ async def test_budget_for_decisions_of_the_database_is_verified(deciding_engine,
 @pytest.mark.parametrize("verify_rate", [0, 1])
 async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(deciding_engine, verify_rate):
     assert deciding_engine.map_reuse is not None
+    engine = replace(deciding_engine, classifier=None)  # the database's own decides then
     (deciding_engine.map_reuse.database.folder / "decisions" / "classifier.json").unlink()
     failures = []
     ready = False
-    async with starting(lambda: deciding_engine, failures.append, verify_rate=verify_rate) as client:
+    async with starting(lambda: engine, failures.append, verify_rate=verify_rate) as client:
         while not failures and not ready:
             await asyncio.sleep(0.001)
             ready = (await client.get("/ready")).status_code == 200
