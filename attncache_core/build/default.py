@@ -29,7 +29,7 @@ from attncache_core.runtime.devices import Device, Dtype
 from attncache_core.runtime.files import locked
 
 # Raised when calibration keeps a budget that it did not keep before: servers then build the database anew.
-_CALIBRATION_VERSION = 2
+_CALIBRATION_VERSION = 3
 
 
 # The stages of a build, and which share of a default build's processor time is over when each one begins.

@@ -279,9 +279,11 @@ def _best_with_limit(
 
     A limit only removes hits, so an option never saves more time with a limit than without one. The options
     are therefore tried in falling order of the time saved without a limit. The search stops at the first
-    option that saves no more without a limit than the best option so far saves with one. first: the number of
-    the first mask to try.
+    option that saves no more without a limit than the best option so far saves with one. Masks grow by the
+    mildest head that is left, so masks larger than a refused one are refused too. first: the number of the
+    first mask to try.
     """
+    refused = np.inf  # heads of the smallest mask for which no limit keeps the budget
     for option, measured, products in sorted(
         list(zip(trials.options(), trials.measured, trials.refitted, strict=True))[first:],
         key=lambda tried: (by_time_saved(tried[0]), tried[2] is not None),
@@ -289,6 +291,8 @@ def _best_with_limit(
     ):
         if best and by_time_saved(option) <= by_time_saved(best[0].calibrated):
             break
+        if products is None and option.mask.total > refused:
+            continue
         (measured_unfamiliar,) = trials.measure_on(
             fitted.probes,
             [option.mask],
@@ -297,6 +301,8 @@ def _best_with_limit(
             products,
         )
         limited = choose_limit(option, trials.terms, measured, fitted, measured_unfamiliar, tokens)
+        if limited is None and products is None:
+            refused = min(refused, option.mask.total)
         if limited and (
             best is None or by_time_saved(limited.calibrated) > by_time_saved(best[0].calibrated)
         ):

@@ -23,7 +23,7 @@ from attncache_core.calibration.policy_selection import (
     policy_for,
 )
 from attncache_core.calibration.probes import Measured, Probes, find_probes
-from attncache_core.calibration.thresholds import MIN_PROBES, share_bound, share_bound_over
+from attncache_core.calibration.thresholds import MIN_PROBES, share_bound, share_bound_over, upper_bounds
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
@@ -121,7 +121,11 @@ def choose_limit(
             unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
         )
         left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
-        if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out):
+        groups = policy.group_indices(unfamiliar_probes.lengths)
+        of_lengths = [
+            on_unlike.fidelity[on_unlike.served & (groups == group)] for group in range(len(policy.groups))
+        ]
+        if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths):
             return Limited(on_like, fit.familiarity, left_out)
     return None
 
@@ -132,19 +136,25 @@ def hits_by_kind(unlike: Calibrated, kinds: Sequence[str]) -> dict[str, np.ndarr
     return {kind: unlike.fidelity[unlike.served & (names == kind)] for kind in dict.fromkeys(kinds)}
 
 
-def keeps_budget(budget: Budget, like: Calibrated, left_out: Mapping[str, np.ndarray]) -> bool:
+def keeps_budget(
+    budget: Budget,
+    like: Calibrated,
+    left_out: Mapping[str, np.ndarray],
+    of_lengths: Sequence[np.ndarray] = (),
+) -> bool:
     """Return whether hits keep the budget, of texts like the corpus and of every other kind of text.
 
-    The mean of each length group is checked elsewhere (thresholds.choose_group).
+    The mean of texts like the corpus is checked elsewhere, in each length group (thresholds.choose_group).
 
     like: the results on probes like the corpus. With 95 % confidence, few enough of their hits are harmed.
     left_out: the fidelity of the hits of each kind of unfamiliar text, chosen by a fit without this kind.
-    Each kind stands for a corpus that the database did not see, so each must keep the budget by itself, and
-    the share of harmed hits must be small enough with 95 % confidence over the kinds.
+    Each kind stands for a corpus that the database did not see, so each must keep the mean by itself, with
+    95 % confidence, and the share of harmed hits must be small enough with 95 % confidence over the kinds.
+    of_lengths: the same fidelity by length group, and all kinds together. Each group must keep the mean too.
     """
     corpora = judged_together(left_out)
     if budget.measure is Measure.COSINE:
-        if any(hits.mean() < budget.least for hits in corpora.values()):
+        if not all(_keeps_mean(budget, hits) for hits in (*corpora.values(), *of_lengths)):
             return False
         if not budget.floor:
             return True
@@ -155,6 +165,16 @@ def keeps_budget(budget: Budget, like: Calibrated, left_out: Mapping[str, np.nda
     if any(budget.harmed(hits).sum() > max(1, budget.allowed_harm * len(hits)) for hits in corpora.values()):
         return False
     return _harmed_at_most(budget, left_out) <= budget.allowed_harm
+
+
+def _keeps_mean(budget: Budget, hits: np.ndarray) -> bool:
+    """Return whether the mean fidelity keeps the budget: with 95 % confidence, if there are 20 hits or more.
+
+    The best of many masks and limits is chosen, so one whose measured mean just keeps the budget was lucky.
+    """
+    if len(hits) < MIN_PROBES:
+        return not len(hits) or bool(hits.mean() >= budget.least)
+    return bool(upper_bounds(1 - hits, budget.measure)[-1] <= 1 - budget.least)
 
 
 def judged_together(left_out: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ The kinds in MEASURED only measure such a test, so that its measured quality hol
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -178,6 +179,77 @@ def _phrase_repeated(random: Random, corpus: Sequence[str]) -> str:
 def _bag_of_words(random: Random, corpus: Sequence[str]) -> str:
     """Join words of different texts."""
     return " ".join(_pick(random, _words(random, corpus)) for _ in range(_length(random, 40)))
+
+
+def _common_words(random: Random, corpus: Sequence[str]) -> str:
+    """Join words that are frequent in the corpus, in any order."""
+    counts = Counter(word for _ in range(50) for word in _words(random, corpus))
+    frequent = [word for word, _ in counts.most_common(_pick(random, (4, 8, 16, 32)))]
+    return " ".join(_pick(random, frequent) for _ in range(_length(random, 30)))
+
+
+def _short_words(random: Random, corpus: Sequence[str]) -> str:
+    """Join words of at most three letters, which say little, of different texts."""
+    short = [word for _ in range(30) for word in _words(random, corpus) if len(word) <= 3] or [""]
+    return " ".join(_pick(random, short) for _ in range(_length(random, 30)))
+
+
+def _few_words(random: Random, corpus: Sequence[str]) -> str:
+    """Join two to five words of different texts."""
+    return " ".join(_pick(random, _words(random, corpus)) for _ in range(2 + _below(random, 4)))
+
+
+def _punctuated(random: Random, corpus: Sequence[str]) -> str:
+    """Put a mark behind most words of a text."""
+    mark, often = _pick(random, (",", ";", " -", " /", ".")), _pick(random, (0.6, 1))
+    return " ".join(word + mark * (random.random() < often) for word in _words(random, corpus))
+
+
+def _begun_with_repetition(random: Random, corpus: Sequence[str]) -> str:
+    """Put a repeated word of another text before or behind a text."""
+    repeated = [_pick(random, _words(random, corpus))] * (_length(random, 18) - 1)
+    words = _words(random, corpus)
+    return " ".join(_pick(random, (repeated + words, words + repeated)))
+
+
+def _interrupted(random: Random, corpus: Sequence[str]) -> str:
+    """Put a repeated phrase of one or two words of the corpus into the middle of a text."""
+    words, others = _words(random, corpus), _words(random, corpus)
+    at, start = _below(random, len(words)), _below(random, len(others))
+    phrase = others[start : start + 1 + _below(random, 2)] * (_length(random, 12) - 1)
+    return " ".join(words[:at] + phrase + words[at:])
+
+
+def _interleaved(random: Random, corpus: Sequence[str]) -> str:
+    """Take the words of two texts in turn."""
+    first, second = _words(random, corpus), _words(random, corpus)
+    return " ".join(word for pair in zip(first, second, strict=False) for word in pair)
+
+
+def _words_sorted(random: Random, corpus: Sequence[str]) -> str:
+    return " ".join(sorted(_words(random, corpus) + _words(random, corpus)[: _below(random, 12)]))
+
+
+def _words_doubled(random: Random, corpus: Sequence[str]) -> str:
+    """Write each word of a text two or three times."""
+    times = _pick(random, (2, 3))
+    return " ".join(" ".join([word] * times) for word in _words(random, corpus)[: _length(random, 16)])
+
+
+def _parts_joined(random: Random, corpus: Sequence[str]) -> str:
+    """Join two to five parts of texts, of one to three words each."""
+    parts = []
+    for _ in range(2 + _below(random, 4)):
+        words = _words(random, corpus)
+        start = _below(random, len(words))
+        parts += words[start : start + 1 + _below(random, 3)]
+    return " ".join(parts)
+
+
+def _words_marked(random: Random, corpus: Sequence[str]) -> str:
+    """Put each word of a text between marks or behind a mark."""
+    before, behind = _pick(random, (("(", ")"), ('"', '"'), ("", ":"), ("", " |"), ("", "...")))
+    return " ".join(before + word + behind for word in _words(random, corpus)[: _length(random, 20)])
 
 
 def _capitals(random: Random, corpus: Sequence[str]) -> str:
@@ -369,6 +441,11 @@ FITTED: dict[str, Kind] = {
     "word_repeated": _word_repeated,
     "phrase_repeated": _phrase_repeated,
     "bag_of_words": _bag_of_words,
+    "common_words": _common_words,
+    "short_words": _short_words,
+    "few_words": _few_words,
+    "punctuated": _punctuated,
+    "begun_with_repetition": _begun_with_repetition,
     "capitals": _capitals,
     "letters_random": _letters_random,
     "hex_hashes": _hex_hashes,
@@ -379,6 +456,12 @@ MEASURED: dict[str, Kind] = {
     **_written(*LANGUAGES),
     **_written("sql", "html", "c_and_javascript", "stack_traces"),
     **_written("dates_and_phones", "csv_rows", "formulas", "paths_and_commands"),
+    "interrupted": _interrupted,
+    "interleaved": _interleaved,
+    "words_sorted": _words_sorted,
+    "words_doubled": _words_doubled,
+    "parts_joined": _parts_joined,
+    "words_marked": _words_marked,
     "letters_reversed": _letters_reversed,
     "leetspeak": _leetspeak,
     "letters_spaced": _letters_spaced,

@@ -95,7 +95,7 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 
 def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.2"
+    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.3"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_pa
 def test_folder_name_has_only_plain_characters(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.2"
+    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.3"
 
 
 def test_other_templates_or_pooling_have_another_folder(tiny_checkpoint, tmp_path):

@@ -344,6 +344,26 @@ def test_sizes_between_the_chosen_mask_and_the_next_refused_one_are_tried(tiny_e
     assert [row["heads"] for row in chosen.quality["candidates"]] == [3, 12, 6, 9, 4, 5]
 
 
+def test_masks_larger_than_a_refused_one_are_not_tried_with_a_limit(tiny_engine, recorded, monkeypatch):
+    tried = []
+
+    def none_over_four(option, *rest):
+        tried.append(option.mask.total)
+        return choose_limit(option, *rest) if option.mask.total <= 4 else None
+
+    def by_falling_refusals(option):
+        return (True, -abs(option.mask.total - 8), 0.0, option.mask.total)
+
+    monkeypatch.setattr(calibration, "choose_limit", none_over_four)
+    monkeypatch.setattr(calibration, "by_time_saved", by_falling_refusals)
+    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
+    budget = Budget(Measure.COSINE, 0.1)
+    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, budget)
+    # Without a limit, 8 heads save the most, then 9 and 7, 10 and 6, ...
+    assert tried == [8, 7, 6, 5, 4]
+    assert chosen.mask.total == 4
+
+
 def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, recorded):
     probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
     for stored in ((4, 4, 4), (0, 0, 4)):

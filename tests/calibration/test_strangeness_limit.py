@@ -66,6 +66,9 @@ GOOD = {f"kind {number}": [0.99] * 40 for number in range(20)}
         ({"news": [0.985] * 40, "odd": []}, True),
         # Every kind keeps the mean by itself, however good the others are.
         ({"news": [0.975] * 40}, False),
+        # The mean keeps the budget with 95 % confidence: a mean of 0.9805 may be luck if the hits vary.
+        ({"news": [0.971, 0.99] * 20}, False),
+        ({"news": [0.980, 0.981] * 20}, True),
         # One harmed hit may be chance. Two of 40 are not, and 20 kinds without harm do not pay for them.
         ({"news": [0.99] * 39 + [0.94]}, True),
         ({"news": [0.99] * 38 + [0.94] * 2}, False),
@@ -79,6 +82,22 @@ GOOD = {f"kind {number}": [0.99] * 40 for number in range(20)}
 def test_every_kind_of_unfamiliar_text_keeps_the_budget_by_itself(of_kinds, keeps):
     left_out = {kind: np.array(hits) for kind, hits in (GOOD | of_kinds).items()}
     assert keeps_budget(FLOOR, given([0.99] * 299), left_out) is keeps
+
+
+@pytest.mark.parametrize(
+    ("hits", "keeps"),
+    [
+        ([0.975] * 30, False),
+        ([0.985] * 30, True),
+        ([0.971, 0.99] * 20, False),
+        ([0.975] * 3, False),
+        ([], True),
+    ],
+)
+def test_every_length_group_keeps_the_mean_over_all_kinds(hits, keeps):
+    left_out = {kind: np.array(fidelities) for kind, fidelities in GOOD.items()}
+    groups = [np.array([0.99] * 500), np.array(hits)]
+    assert keeps_budget(FLOOR, given([0.99] * 299), left_out, groups) is keeps
 
 
 def test_changed_decisions_are_harmed_in_a_budget_of_agreement():

@@ -1,6 +1,7 @@
 """The generated unfamiliar texts are the same on every machine, of many kinds, and exist for any corpus."""
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -17,6 +18,10 @@ from attncache_core.corpus.unfamiliar import FITTED, MEASURED, MEASURED_PROSE, P
 
 ROOT = Path(__file__).parents[2]
 KINDS = [*FITTED, *MEASURED]
+WORDS_OF_THE_CORPUS = (
+    *("common_words", "short_words", "few_words", "begun_with_repetition"),
+    *("interrupted", "interleaved", "words_sorted", "words_doubled", "parts_joined"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def test_every_python_version_chooses_the_same_texts():
     texts = "\n".join(f"{text.kind}\t{text.text}" for text in unfamiliar_texts(corpus, per_kind=20))
     # If no kind and no line of unfamiliar.txt changed, Python or the machine chose other texts.
     assert hashlib.sha256(texts.encode()).hexdigest() == (
-        "938f812e828f61bd2e693edab8ea3e04e5bf6bac896094aa6bbe58fc8066a020"
+        "1b9c9f03111ea5044379dc5a43d3e2b44ccda54a6df40d22e3a49f8a6555d494"
     )
 
 
@@ -84,11 +89,37 @@ def test_kind_has_40_texts_of_mixed_lengths_most_of_5_to_35_tokens(kind, texts, 
     encoded = tokenizer.encode_batch(by_kind(texts)[kind], add_special_tokens=False)
     lengths = np.sort([len(text.ids) for text in encoded])
     assert len(lengths) == 40
-    assert np.mean((lengths >= 5) & (lengths <= 35)) > 0.5
+    assert np.mean((lengths >= 5) & (lengths <= 35)) > 0.5 or kind == "few_words"
     assert lengths[-1] <= 128
     assert lengths[30] >= 1.3 * lengths[10]
     # Texts in other scripts share the token for unknown characters, so some have equal tokens.
     assert len({tuple(text.ids) for text in encoded}) >= 30
+
+
+@pytest.mark.parametrize("kind", WORDS_OF_THE_CORPUS)
+def test_kind_of_unusual_composition_has_only_words_of_the_corpus(kind, corpus, texts):
+    words = {word for text in corpus for word in text.split()}
+    for text in by_kind(texts)[kind]:
+        assert set(text.split()[:-1]) <= words  # a long text is cut, maybe within a word
+
+
+def test_kinds_of_unusual_composition_are_what_their_names_say(corpus, texts):
+    kinds = by_kind(texts)
+    assert {len(text.split()) for text in kinds["few_words"]} == {2, 3, 4, 5}
+    assert max(len(word) for text in kinds["short_words"] for word in text.split()) == 3
+    counts = Counter(word for text in corpus for word in text.split())
+    frequent = {word for word, _ in counts.most_common(200)}
+    share = np.mean([word in frequent for text in kinds["common_words"] for word in text.split()])
+    assert share > 0.9
+    assert all(text.split() == sorted(text.split()) for text in kinds["words_sorted"])
+    for text in kinds["words_doubled"]:
+        words = text.split()
+        assert len(set(words)) <= (len(words) + 1) / 2
+    for text in kinds["punctuated"]:
+        without = re.sub(r"[,;.]| [-/](?= |$)", "", text)
+        assert any(re.sub(r"[,;.]| [-/](?= |$)", "", each).startswith(without) for each in corpus)
+    repeated = [max(Counter(text.split()).values()) for text in kinds["begun_with_repetition"]]
+    assert np.mean(np.array(repeated) >= 3) > 0.5
 
 
 def test_every_heading_of_the_file_is_a_kind_of_at_least_10_templates():
