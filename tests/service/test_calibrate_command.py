@@ -10,7 +10,14 @@ import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
 from core_models import prefill, random_text
 
-from attncache_core import AttentionDatabase, LinearClassifier, Outcome, PrefillEngine, fit_classifier
+from attncache_core import (
+    AttentionDatabase,
+    LinearClassifier,
+    Outcome,
+    PrefillEngine,
+    fit_classifier,
+    normalize,
+)
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.heads.comparator import Measure
@@ -148,9 +155,13 @@ def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, 
     # The measured decision is the nearest label.
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     labels = tiny_engine.embed(["my card", "the bank", "help"])
-    full, reusing = ((each.embed(unseen) @ labels.T).argmax(axis=1) for each in (tiny_engine, engine))
     sequences = engine.tokenize(unseen)
-    hits = np.array([outcome.is_hit for outcome in prefill(engine, sequences).outcomes])
+    found = prefill(engine, sequences)
+    hits = np.array([outcome.is_hit for outcome in found.outcomes])
+    full = (tiny_engine.embed(unseen) @ labels.T).argmax(axis=1)
+    reusing = (normalize(found.outputs) @ labels.T).argmax(axis=1)
+    # No budget is for embeddings.
+    np.testing.assert_allclose(engine.embed(unseen), tiny_engine.embed(unseen), atol=1e-6)
     assert hits.mean() == pytest.approx(manifest.quality["hit_rate"], abs=0.02)
     assert (full == reusing)[hits].mean() == pytest.approx(manifest.quality["mean"], abs=0.03)
 

@@ -101,7 +101,7 @@ async def test_all_requested_texts_are_sampled_once_hits_and_repeated_ones_too(
     assert sampled(root) == expected
 
 
-async def test_nothing_is_sampled_of_reuse_off_labels_explanations_and_failed_requests(
+async def test_nothing_is_sampled_of_requests_that_take_no_maps_explanations_and_failed_requests(
     tiny_checkpoint, tiny_engine, root
 ):
     off = {"X-AttnCache-Reuse": "off"}
@@ -113,8 +113,9 @@ async def test_nothing_is_sampled_of_reuse_off_labels_explanations_and_failed_re
         assert refused.status_code == 422
         explained = await client.post("/explain", json={"input": "wrong card"})
         assert explained.status_code == 200, explained.text
-        labelled = {"inputs": ["my card"], "labels": ["bank account", "late payment"]}
+        labelled = {"inputs": ["late card"], "labels": ["bank account", "late payment"]}
         assert (await client.post("/classify", json=labelled)).status_code == 200
+        assert (await client.post("/embed", json={"inputs": ["my card"]})).status_code == 200
         await until(lambda: sampled(root) != [])
     assert sampled(root) == [tuple(tiny_engine.tokenize(["my card"])[0])]
 
