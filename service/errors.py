@@ -280,7 +280,7 @@ def headers_of(error: AttnCacheError) -> dict[str, str]:
 def rename(error: AttnCacheError, field: str | None) -> None:
     """Let an error name another field, also in its message."""
     if error.field is not None and field is not None and field != error.field:
-        error.args = (str(error).replace(error.field, field),)
+        error.args = (str(error).replace(error.field, field, 1),)
         error.field = field
 
 

@@ -54,3 +54,14 @@ def normalize(embeddings: np.ndarray) -> np.ndarray:
 def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the cosine of each row of `left` with the same row of `right`: [n, d], [n, d] -> [n]."""
     return np.einsum("nd,nd->n", normalize(left), normalize(right))
+
+
+def cosine_matrix(vectors: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the cosines of vectors [n, d] and others [m, d], all of unit length: float32 [n, m], in [-1, 1].
+
+    The sums are in float64, because in float32 a matrix product rounds them by the place of a row, and equal
+    vectors would have different cosines.
+    """
+    products = vectors.astype(np.float64) @ others.T.astype(np.float64)
+    found: np.ndarray = np.clip(products, -1, 1).astype(np.float32)
+    return found

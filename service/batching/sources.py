@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from attncache_core import InvalidInput, PrefillEngine
+from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template, Text, characters_of
 from attncache_core.text.limits import too_long, too_many
 from attncache_core.text.prompts import Prompt, SequencePlan
@@ -105,13 +105,17 @@ class Texts:
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the texts in the prompt's template; see Source."""
+        left = max_total_tokens
         for start, stop in self._parts(prompt.template.characters):
             try:
-                sequences = self._sequences(engine, self.texts[start:stop], prompt, max_total_tokens)
+                sequences = self._sequences(engine, self.texts[start:stop], prompt, left)
             except InvalidInput as error:
+                if start and isinstance(error, InputTooLong) and error.field in ("inputs", "labels"):
+                    # The error names what was left for this part.
+                    raise too_many(max_total_tokens + 1, max_total_tokens, error.field) from error
                 rename(error, _moved(error.field, start))
                 raise
-            max_total_tokens -= sum(map(len, sequences))
+            left -= sum(map(len, sequences))
             yield Tokenized(sequences, salt)
 
     def _sequences(

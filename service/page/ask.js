@@ -55,9 +55,9 @@ export class Ask {
     byId("answer").replaceChildren();
     try {
       // First, because the answer to the request below may be kept.
-      const explained = this.info?.settings.admin ? await (await post("/explain", { input: text })).json() : null;
+      const explained = this.info?.settings.admin ? await explain(text) : withoutAdmin();
       byId("answer").replaceChildren(...(await this.#answer(text)));
-      byId("explanation").replaceChildren(explained ? explanation(explained) : withoutAdmin());
+      byId("explanation").replaceChildren(explained);
     } catch (error) {
       byId("problem").hidden = false;
       byId("problem").textContent = error instanceof Refused ? error.message : "The server does not answer.";
@@ -117,6 +117,16 @@ function scores(classes) {
       make("td", { textContent: percent(score, 1) }),
     )))),
   );
+}
+
+/** Explain the text. A refusal, such as of a key without the word admin, is a remark: the text is answered all the same. */
+async function explain(text) {
+  try {
+    return explanation(await (await post("/explain", { input: text })).json());
+  } catch (error) {
+    if (!(error instanceof Refused) || error.status === 401) throw error;
+    return make("p", { className: "remark", textContent: `No explanation: ${error.message}` });
+  }
 }
 
 function withoutAdmin() {

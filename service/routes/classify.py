@@ -18,6 +18,7 @@ from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, 
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.comparator import Measure
+from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.common import (
@@ -51,8 +52,8 @@ class _Choice:
     def scores(self, outputs: np.ndarray, serving: Serving, temperature: float | None) -> np.ndarray:
         """Return scores [sequences, labels]. A row sums to 1, unless the model is a multi-label model."""
         if self.embeddings is not None:
-            cosines = normalize(outputs) @ self.embeddings.T
-            return class_scores(cosines, temperature or SIMILARITY_TEMPERATURE)
+            found = cosine_matrix(normalize(outputs), self.embeddings)
+            return class_scores(found, temperature or SIMILARITY_TEMPERATURE)
         logits = serving.engine.decisions.class_logits(outputs)[:, self.columns]
         return class_scores(
             logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.decisions.multi_label

@@ -13,9 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, PrefillEngine, PrefillResult, class_scores, normalize
+from attncache_core import (
+    InputTooLong,
+    InvalidInput,
+    PrefillEngine,
+    PrefillResult,
+    class_scores,
+    normalize,
+)
 from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
+from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source, Texts
 from service.errors import rename
@@ -115,6 +123,8 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
     except InvalidInput as error:
         # The template left room when the server started, so the query takes the room.
         rename(error, "query" if error.field == "template" else error.field)
+        if isinstance(error, InputTooLong):
+            await asyncio.to_thread(_require_short_query, engine, question.query, error)
         raise
     # In a thread, as in label_logits: the model may be a decoder whose labels are scored.
     scores = await asyncio.to_thread(
@@ -124,6 +134,16 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
         "identity" if raw else "sigmoid",
     )
     return Relevance(scores, result, source)
+
+
+def _require_short_query(engine: PrefillEngine, query: str, error: InputTooLong) -> None:
+    """Raise InputTooLong, which names the query, if the query leaves no room for a document."""
+    maximum = engine.tokenizer.max_tokens
+    if len(engine.tokenizer.turns([query], "query")[0]) >= maximum:
+        raise InputTooLong(
+            f"query has {maximum} tokens or more, which leaves no room for a document; shorten the query",
+            field="query",
+        ) from error
 
 
 async def _by_embedding(call: Call, serving: Serving, question: Question) -> Relevance:
@@ -144,7 +164,7 @@ async def _by_embedding(call: Call, serving: Serving, question: Question) -> Rel
             )
     result = results[0] if len(results) == 1 else _joined(results)
     embeddings = normalize(result.outputs)
-    return Relevance(embeddings[1:] @ embeddings[0], result, source)
+    return Relevance(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result, source)
 
 
 class _Part(NamedTuple):

@@ -56,7 +56,9 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 # A page of another origin may read these headers of a response.
 _EXPOSED = [
     *("Retry-After", "X-Request-Id"),
-    *("X-AttnCache-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated", "X-AttnCache-Model"),
+    *("X-AttnCache-Hits", "X-AttnCache-Prototype-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated"),
+    *("X-AttnCache-Session", "X-AttnCache-History-Tokens", "X-AttnCache-Approximate"),
+    *("X-AttnCache-Segments", "X-AttnCache-Error", "X-AttnCache-Model"),
 ]
 # Smaller responses fit into a few packets anyway.
 _MIN_GZIP_BYTES = 8 * 1024

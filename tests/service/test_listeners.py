@@ -1,5 +1,6 @@
 """TCP, TLS and Unix sockets, and what the admin port serves."""
 
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from service.web.listeners import (
 )
 from service.workers.server import reload_all
 
+API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EMBED = post(b'{"inputs": "a"}')
 
 
@@ -252,7 +254,11 @@ async def test_pages_of_allowed_origins_may_ask():
         assert "authorization" in preflight.headers["access-control-allow-headers"]
         response = await client.post("/embed", json={"inputs": "a"}, headers=ORIGIN)
         assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
-        assert "X-AttnCache-Hits" in response.headers["access-control-expose-headers"]
+        exposed = set(response.headers["access-control-expose-headers"].split(", "))
+        documented = set(re.findall(r"`(X-AttnCache-[A-Za-z-]+)", API_PAGE.read_text()))
+        assert documented - exposed == {
+            *(f"X-AttnCache-{asks}" for asks in ("Require-Model", "Reuse", "Timeout"))
+        }
         refused = await client.post("/embed", json={}, headers=ORIGIN)
         assert refused.status_code == 400
         assert refused.headers["access-control-allow-origin"] == ORIGIN["Origin"]

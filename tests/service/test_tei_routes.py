@@ -48,6 +48,19 @@ async def test_similarity_is_the_cosine_to_each_sentence():
     np.testing.assert_allclose(with_prompt, expected, atol=1e-6)
 
 
+async def test_equal_texts_have_equal_scores_in_their_order_and_no_cosine_is_above_1(tmp_path):
+    async with serving(tiny(tmp_path / "tiny")) as client:
+        for count in range(2, 24):
+            body = {
+                "query": "my account was lost",
+                "texts": ["where is my card", *["my account was lost"] * count],
+            }
+            ranked = (await client.post("/rerank", json=body)).json()
+            assert [each["index"] for each in ranked] == [*range(1, count + 1), 0]
+            assert len({each["score"] for each in ranked}) == 2
+            assert max(each["score"] for each in ranked) <= 1
+
+
 async def test_every_token_has_a_vector():
     async with serving() as client:
         of_texts = (await client.post("/embed_all", json={"inputs": ["ab", "c"]})).json()
@@ -209,7 +222,15 @@ async def test_info_has_what_clients_of_tei_read(tmp_path):
     reranker = PrefillEngine.load(read_checkpoint(write_ms_marco_minilm(tmp_path / "ce")), dtype="float32")
     async with serving(reranker) as client:
         info = (await client.get("/info")).json()
+        long = {"query": "query " * 600, "texts": ["a"], "truncate": False}
+        refused = [
+            await client.post("/rerank", json=long | {"query": query}) for query in ("a", long["query"])
+        ]
+        documents = await client.post("/rerank", json=long | {"query": "a", "texts": ["a", long["query"]]})
     assert info["model_type"] == {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
+    assert [answer.status_code for answer in refused] == [200, 422]
+    assert "query has 512 tokens or more" in refused[1].json()["error"]
+    assert "texts[1] has more than 512 tokens" in documents.json()["error"]
     async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
         info = (await client.get("/info")).json()
     assert info["model_type"]["classifier"]["label2id"] == {"a": 0, "b": 1}

@@ -83,6 +83,11 @@ def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine):
     assert left[2:-2] == turn[-8:]
 
 
+def test_limit_of_a_request_is_named_also_if_a_later_part_exceeds_it(engine):
+    with pytest.raises(InputTooLong, match="with 501 tokens or more, and a request may have 500:"):
+        made(engine, Texts(["where is my card " * 9] * 200, True), max_total_tokens=500)
+
+
 def test_left_cut_obeys_the_same_limits(engine):
     with pytest.raises(InputTooLong, match="a request may have 20"):
         made(engine, Texts(["where is my card " * 9] * 2, True, "left"), max_total_tokens=20)

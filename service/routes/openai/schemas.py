@@ -17,7 +17,7 @@ ModelName = Annotated[
     Name | None,
     Field(description="Name of the model, as in /v1/models. Status 404 for others. Default: any."),
 ]
-User = Annotated[Name | None, Field(description="Accepted, because clients send it. Changes nothing.")]
+User = Annotated[str | None, Field(description="Accepted, because clients send it. Changes nothing.")]
 Salt = Annotated[
     Name | None,
     Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attncache_core import normalize
+from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Texts
 from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed, named
 from service.routes.embed import embedding_server
@@ -29,7 +30,7 @@ async def similarity(call: CurrentCall) -> Answer:
     with named(_SENTENCES, _name):
         result = await computed(call, serving, source, reuse=reuse, prompt=prompt, salt=call.salt())
     embeddings = normalize(result.outputs)
-    return answer(embeddings[1:] @ embeddings[0], result, call, source)
+    return answer(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result, call, source)
 
 
 def _name(index: int) -> str:
