@@ -113,6 +113,7 @@ class Connection(HttpToolsProtocol):
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
         self._has_served = False
         self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._read_bytes = 0  # of the last read
         self._header_bytes = 0
         self._body_bytes = 0
         self._bytes_with_framing = 0
@@ -158,7 +159,7 @@ class Connection(HttpToolsProtocol):
                 # A response comes first. Until then, the client need not send any more.
                 self.flow.pause_reading()
             return
-        before = self._receiving
+        before, self._read_bytes = self._receiving, len(data)
         super().data_received(data)
         if self._receiving is _Receiving.NOTHING or self._refusal is not None:
             return
@@ -215,11 +216,12 @@ class Connection(HttpToolsProtocol):
         """
         if self._receiving is _Receiving.BODY:
             return  # the head of `ignore_upgrade`
-        # Headers that arrive in one read were not counted.
-        size = sum([len(name) + len(value) for name, value in self.headers])
-        self._bound_headers(max(0, size - self._header_bytes))
-        if self._refusal is not None:
-            raise OverflowError
+        if len(self.headers) > _MAX_HEADERS or self._header_bytes + self._read_bytes > _MAX_HEADER_BYTES:
+            # What came in the last read was not counted.
+            size = sum(len(name) + len(value) for name, value in self.headers)
+            self._bound_headers(max(0, size - self._header_bytes))
+            if self._refusal is not None:
+                raise OverflowError
         self._body_bytes = self._bytes_with_framing = 0
         super().on_headers_complete()
         self._receiving = _Receiving.BODY
