@@ -135,16 +135,19 @@ async def test_rerank_orders_texts_and_documents_by_their_score():
         with_texts = (await client.post("/rerank", json=body)).json()
         mixed = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
         body = {"query": "aab", "documents": mixed, "return_documents": True}
+        unused = {"priority": 7, "max_tokens_per_doc": 4096, "raw_scores": None, "return_text": None}
         documents = {
-            path: (await client.post(path, json=body)).json()
-            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            path: (await client.post(path, json=body | more)).json()
+            for path, more in (("/rerank", unused), ("/v1/rerank", {}), ("/v2/rerank", unused))
         }
+        cut = await client.post("/v2/rerank", json=body | {"max_tokens_per_doc": 10})
     scores = {entry["index"]: entry["score"] for entry in of_texts}
     assert list(scores) == [1, 2, 0]
     np.testing.assert_allclose(
         list(scores.values()), [unit("aab") @ unit(texts[index]) for index in scores], atol=1e-6
     )
     assert [(entry["index"], entry["text"]) for entry in with_texts] == [(1, "aab"), (2, "ab")]
+    assert (cut.status_code, "max_tokens_per_doc must be at least 64" in cut.text) == (400, True)
     for answer in documents.values():
         assert (answer["model"], answer["usage"]["total_tokens"]) == ("fake", 9)
         assert [result["document"]["text"] for result in answer["results"]] == ["aab", "ab", "b"]

@@ -55,10 +55,16 @@ class RerankRequest(BaseModel):
     top_n: Annotated[int, Field(gt=0)] | None = Field(
         None, description="Return this many of the best documents. Default: all."
     )
-    return_text: bool = Field(False, description="With texts: return the texts too.")
-    return_documents: bool = Field(False, description="With documents: return the documents too.")
-    raw_scores: bool = Field(
-        False, description="Return the logits of a model of pairs, instead of numbers between 0 and 1."
+    return_text: bool | None = Field(None, description="With texts: return the texts too.")
+    return_documents: bool | None = Field(None, description="With documents: return the documents too.")
+    max_tokens_per_doc: Annotated[int, Field(gt=0)] | None = Field(
+        None,
+        description="Accepted, because Cohere's clients send it, if it is not below the model's maximum, to "
+        "which query and document are cut.",
+    )
+    priority: int | None = Field(None, description="Accepted, because clients send it. Changes nothing.")
+    raw_scores: bool | None = Field(
+        None, description="Return the logits of a model of pairs, instead of numbers between 0 and 1."
     )
     instruction: Text | None = Field(
         None,
@@ -112,6 +118,13 @@ async def rerank(call: CurrentCall) -> Answer:
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
+    maximum = serving.engine.tokenizer.max_tokens
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < maximum:
+        raise InvalidInput(
+            f"max_tokens_per_doc must be at least {maximum}, the maximum of the model, to which query and "
+            "document are cut together; leave it out",
+            field="max_tokens_per_doc",
+        )
     if field == "segments":
         found = await by_list(call, serving, body.query, documents, reuse, call.salt(body.cache_salt))
         return answer(_of_documents(found, documents, body, call), found.result, call, found.source)
@@ -126,7 +139,7 @@ async def rerank(call: CurrentCall) -> Answer:
         reuse,
         call.salt(body.cache_salt),
     )
-    found = await relevance(call, serving, question, raw=body.raw_scores)
+    found = await relevance(call, serving, question, raw=bool(body.raw_scores))
     make = _of_texts if field == "texts" else _of_documents
     return answer(make(found, documents, body, call), found.result, call, found.source)
 
