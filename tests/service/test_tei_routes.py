@@ -305,6 +305,7 @@ BAD = [
     ("/predict", {"inputs": []}, "inputs must be a text, a pair"),
     ("/predict", {"inputs": 7}, "inputs must be a text, a pair"),
     ("/predict", {"inputs": "a", "parameters": {"top_k": 0}}, "parameters.top_k must be greater than 0"),
+    ("/predict", {"inputs": ["a", "b"], "parameters": {"top_k": 1}}, "send [[text], [text]] for two texts"),
     (
         "/predict",
         {"inputs": "a", "parameters": {"function_to_apply": "tanh"}},

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from attncache_core import InvalidInput
 from service.batching.sources import Texts
 from service.routes.common import ANSWER_HEADERS, Classified, InferenceRoute, answer, check_count, classified
 from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictRequest, truncates
@@ -19,6 +20,13 @@ async def predict(call: CurrentCall) -> Answer:
     reuse = call.reuse_requested()
     body = await call.read(PredictRequest)
     check_count(body.inputs.texts, "inputs", settings.max_request_inputs)
+    if body.parameters is not None and not body.inputs.is_list and isinstance(body.inputs.texts[0], tuple):
+        # A pair for clients of text-embeddings-inference, and two texts for those that send parameters.
+        raise InvalidInput(
+            "inputs with parameters must not be a list of two texts; send [[text], [text]] for two texts, or "
+            "[[text, text]] for a pair",
+            field="inputs",
+        )
     source = Texts(
         body.inputs.texts, truncates(body.truncate, settings), body.truncation_direction or "right"
     )
