@@ -31,7 +31,7 @@ from service.routes.common import (
     label_logits,
 )
 from service.routes.inputs import answered
-from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
+from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
@@ -80,6 +80,8 @@ async def scored(
         rows = [_best_first(scores.labels, row) for row in scores.scores]
         return answer(rows[0] if alone else rows, scores.result, call, source)
 
+    if body.labels is not None and is_zero_shot(serving.engine, body):
+        refuse_fields(body)
     return await answered(call, serving, body, compute)
 
 
@@ -133,7 +135,7 @@ async def _by_tokens(
     settings, engine = call.state.settings, serving.engine
     if body.labels is not None:
         _check_labels(body.labels, source.count, settings.max_request_inputs)
-    template = None if body.template is None else Template.parse(body.template)
+    template = None if body.template is None else Template.parse(body.template, pairs=False)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(engine.decisions.labels_in, template, body.labels)
     per_input, limit = len(labels.prompt.sequence_plans), settings.max_queue_sequences

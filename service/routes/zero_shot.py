@@ -41,15 +41,19 @@ def is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:
     return asks or not set(body.labels or ()) <= set(engine.decisions.labels or ())
 
 
-async def by_entailment(
-    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Scores:
-    """Score each label of the request for each input. Raises InvalidInput, TooManyInputs, and as submit."""
+def refuse_fields(body: ClassifyRequest) -> None:
+    """Raise InvalidInput for the fields that labels scored by entailment do not have."""
     for field in ("session_id", "temperature"):
         if getattr(body, field) is not None:
             raise InvalidInput(
                 f"{field} is not accepted with labels that are scored by entailment", field=field
             )
+
+
+async def by_entailment(
+    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
+) -> Scores:
+    """Score each label of the request for each input. Raises TooManyInputs, and as submit."""
     assert isinstance(source, Texts)
     zero_shot = serving.engine.decisions.zero_shot(
         body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE

@@ -112,6 +112,7 @@ async def test_headers_and_metrics_count_sequences(folder):
     [
         ({"template": "nowhere Sesam"}, "invalid_input", "template"),
         ({"template": "{} and {} Sesam"}, "invalid_input", "template"),
+        ({"template": "{query} and {document} Sesam"}, "invalid_input", "template"),
         ({"template": "{} Sesam: "}, "invalid_input", "labels[0]"),
         ({"template": "Sesam " * 200 + "{}"}, "invalid_input", "template"),
         ({"labels": ["Sesam", "card", "Sesam"]}, "invalid_input", "labels[2]"),

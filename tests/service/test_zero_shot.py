@@ -79,8 +79,9 @@ async def test_labels_that_are_classes_restrict_the_classes(engine):
         ({"inputs": ["a"] * 200, "labels": list(map(str, range(50)))}, 422, "inputs"),
         ({"inputs": ["a", "where " * 600], "truncate": False}, 422, "inputs[1]"),
         ({"inputs": None, "session_id": "a", "transcript": "b"}, 400, "session_id"),
+        ({"inputs": None, "session_id": "a", "append": "b"}, 400, "session_id"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 async def test_bad_request_is_refused_with_the_field(engine, changes, status, field):
     async with serving(engine) as client:
