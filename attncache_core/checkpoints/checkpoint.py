@@ -151,13 +151,23 @@ class Checkpoint:
 
     @property
     def position_limit(self) -> int | None:
-        """The most tokens for which the model has position embeddings; None if config.json names no limit."""
-        positions: int | None = self.config.get("max_position_embeddings")
+        """The most tokens for which the model has position embeddings; None if config.json names no limit.
+
+        Raises UnsupportedModel if positions are numbered from the padding token on, and there is none.
+        """
         family = self.config.get("model_type")
+        usual = _USUAL_POSITIONS if family in _LEARNED_POSITIONS else None
+        positions: int | None = self.config.get("max_position_embeddings", usual)
         if positions is None or family not in _POSITIONS_AFTER_PADDING:
             return positions
         # transformers' MPNet model always uses 1, whatever config.json says.
         padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
+        if padding is None:
+            raise UnsupportedModel(
+                f"pad_token_id in config.json of model {self.name} must be a number, from which {family} "
+                "numbers positions",
+                field="model",
+            )
         return positions - padding - 1
 
     @property
@@ -303,6 +313,10 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtyp
 
 # Families of two token types, unless config.json names another number.
 _TWO_TYPES = ("bert", "roberta", "xlm-roberta")
+
+# Families that have an embedding for each position, and how many unless config.json says so.
+_LEARNED_POSITIONS = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "deberta-v2")
+_USUAL_POSITIONS = 512
 
 # Families that number positions from the id of the padding token + 1.
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")

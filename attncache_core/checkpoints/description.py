@@ -77,14 +77,29 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
             "and save the model with sentence-transformers, which writes safetensors)",
             field="model",
         )
-    settings = read_json(transformer / "sentence_bert_config.json", {})
+    if (transformer / "adapter_config.json").exists():
+        raise UnsupportedModel(
+            f"model folder {transformer} has an adapter (adapter_config.json), and adapters are not read; "
+            "merge the adapter into the weights with peft's merge_and_unload, and save the model",
+            field="model",
+        )
+    settings = _settings(transformer)
     prompting = read_json(folder / "config_sentence_transformers.json", {})
     prompts = prompting.get("prompts") or {}
+    default_prompt = prompting.get("default_prompt_name")
+    if default_prompt and default_prompt not in prompts:
+        raise UnsupportedModel(
+            f"config_sentence_transformers.json of model folder {folder} names a default prompt "
+            "(default_prompt_name) that is not among its prompts; add the prompt, or remove the name",
+            field="model",
+        )
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
     activation = _cross_encoder_activation(config, prompting)
     task: Task = "classify" if classifier and (activation or not modules) else "embed"
     if "LogitScore" in modules:
         return _scoring_by_tokens(name, transformer, source, config)
+    if task == "classify":
+        _require_classes(config, folder)
     if task == "classify" and config.get("problem_type") == "regression" and not activation:
         raise UnsupportedModel(
             f"model folder {folder} predicts a number (problem_type: regression); only models that predict "
@@ -102,13 +117,62 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         normalize="Normalize" in modules or not modules,
         max_tokens=settings.get("max_seq_length"),
         lowercase=bool(settings.get("do_lower_case", False)),
-        template=Template(prefix=prompts.get(prompting.get("default_prompt_name") or "", "")),
+        template=Template(prefix=prompts[default_prompt] if default_prompt else ""),
         prompts=prompts,
         dense=tuple(_read_dense(folder / path) for kind, path in listed if kind == "Dense"),
         truncate_dim=_positive(prompting.get("truncate_dim")) if modules else None,
         matryoshka_dimensions=_matryoshka_dimensions(config),
         activation=activation or "sigmoid",
     )
+
+
+# The names under which sentence-transformers looks for the settings of its Transformer module, in its order.
+_SETTINGS = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# What sentence-transformers hands on to transformers, under present and former names, and the entries that
+# change no result or are read here.
+_OF_MODEL = {"dtype", "torch_dtype", "attn_implementation", "device_map", "add_pooling_layer"}
+_OF_TOKENIZER = {"model_max_length", "padding_side", "use_fast"}
+_OF_CONFIG = {"use_cache"}
+_HANDED_ON = {
+    "model_kwargs": _OF_MODEL,
+    "model_args": _OF_MODEL,
+    "processor_kwargs": _OF_TOKENIZER,
+    "tokenizer_args": _OF_TOKENIZER,
+    "config_kwargs": _OF_CONFIG,
+    "config_args": _OF_CONFIG,
+}
+_TRANSFORMER_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the Transformer module in `folder`; empty if it has none.
+
+    Raises UnsupportedModel if a setting changes the model that config.json describes.
+    """
+    name = next((name for name in _SETTINGS if read_json(folder / name, {})), _SETTINGS[0])
+    settings: dict[str, Any] = read_json(folder / name, {})
+    for option, known in _HANDED_ON.items():
+        # sentence-transformers does not read trust_remote_code from this file.
+        if unknown := sorted((settings.get(option) or {}).keys() - known - {"trust_remote_code"}):
+            raise UnsupportedModel(
+                f"{option} in {name} of model folder {folder} are not supported: {', '.join(unknown)}; write "
+                "them into config.json or tokenizer_config.json, and remove them there",
+                field="model",
+            )
+    task = settings.get("transformer_task", "feature-extraction")
+    if task not in _TRANSFORMER_TASKS:
+        raise UnsupportedModel(
+            f"{name} of model folder {folder} has the transformer_task {task}; supported are: "
+            f"{', '.join(_TRANSFORMER_TASKS)}",
+            field="model",
+        )
+    tokenizing = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    if limit := tokenizing.get("model_max_length"):
+        settings["max_seq_length"] = limit
+    return settings
 
 
 def _scoring_by_tokens(name: str, folder: Path, source: str, config: dict[str, Any]) -> Checkpoint:
@@ -129,6 +193,17 @@ def _scoring_by_tokens(name: str, folder: Path, source: str, config: dict[str, A
         template=Template(),
         prompts={},
     )
+
+
+def _require_classes(config: dict[str, Any], folder: Path) -> None:
+    """Raise UnsupportedModel unless the names of the classes, if there are any, are numbered from 0 on."""
+    named = config.get("id2label")
+    if named and not (isinstance(named, dict) and set(named) == set(map(str, range(len(named))))):
+        raise UnsupportedModel(
+            f"id2label in config.json of model folder {folder} must be an object that names class 0 and all "
+            "following ones",
+            field="model",
+        )
 
 
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}

@@ -49,6 +49,7 @@ from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolv
 from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -393,9 +394,28 @@ class PrefillEngine:
         maps = reuse and self.may_reuse(prompt, labels, reads)
         return [
             PrefillRequest(ids, maps, plan, self.prefix_key(ids, plan, salt if reuse else None))
-            for index, ids in enumerate(sequences)
+            for index, ids in enumerate(self.without_padding(sequences))
             for plan in [prompt.sequence_plan(index)]
         ]
+
+    def without_padding(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the tokens that are computed of each sequence: all, if the model is no decoder with classes.
+
+        As in transformers, such a decoder reads its class at the last token that is not padding, or at the
+        first token if all are padding. Raises InvalidInput if a sequence ends in padding, and its tokens
+        depend on later ones.
+        """
+        padding = self.model.padding
+        padded = (index for index, ids in enumerate(sequences) if ids and ids[-1] == padding)
+        if padding is None or (first := next(padded, None)) is None:
+            return sequences
+        if not self.model.is_causal:
+            raise InvalidInput(
+                f"inputs[{first}] ends in the padding token, where this model reads no class; remove the "
+                "token from the end of the text, or from what the tokenizer adds to each text",
+                field=f"inputs[{first}]",
+            )
+        return [without_end(ids, padding) for ids in sequences]
 
     def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0

@@ -25,7 +25,7 @@ from attncache_core.text.token_batch import packed_types
 class PrefillRequest:
     """One token sequence to run through the model."""
 
-    ids: Sequence[int]  # token ids; PairTokens for a pair
+    ids: Sequence[int]  # token ids, see PrefillEngine.without_padding; PairTokens for a pair
     # Whether this sequence may reuse anything. A pair takes no attention maps in either case.
     reuse: bool = True
     # Which outputs to read from this sequence; None: the outputs of the default prompt.

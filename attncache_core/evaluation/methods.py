@@ -82,6 +82,6 @@ class Methods:
     def _run(self, engine: PrefillEngine, reuse: bool, sequences: Sequence[Sequence[int]]) -> PrefillResult:
         requests = [
             PrefillRequest(ids, reuse, self._prompt.sequence_plan(index) if self._prompt else None)
-            for index, ids in enumerate(sequences)
+            for index, ids in enumerate(engine.without_padding(sequences))
         ]
         return engine.run(requests)

@@ -40,6 +40,7 @@ def _parts(layer: Any) -> EncoderParts:
         layer.intermediate.dense,
         layer.output.dense,
         layer.output.LayerNorm,
+        layer.intermediate.intermediate_act_fn,
     )
 
 
@@ -75,4 +76,5 @@ def _distilbert_parts(layer: Any) -> EncoderParts:
         feed_forward.lin1,
         feed_forward.lin2,
         layer.output_layer_norm,
+        feed_forward.activation,
     )

@@ -77,7 +77,8 @@ def assemble_decoder(
 
     def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         attend, (norms, _) = module.self_attn, _norms(module)
-        cap = getattr(attend, "attn_logit_softcapping", None)
+        # Gemma 3 has this field too, and transformers does not read it.
+        cap = attend.attn_logit_softcapping if config.model_type == "gemma2" else None
         return AttentionLayer(
             heads.order,
             heads.reused,
@@ -95,13 +96,15 @@ def assemble_decoder(
         attention,
         lambda module: FeedForward(feed_forward(module.mlp, config), _norms(module)[1]),
     )
-    outputs = _Outputs(base.norm, getattr(model, "score", None), pool)
+    score = getattr(model, "score", None)
+    outputs = _Outputs(base.norm, score, pool)
     return PackedModel(
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
         outputs=outputs,
         final=outputs,
+        padding=None if score is None else model.config.pad_token_id,
         token_states=outputs.states,
         language_head=language_head(model, base.norm),
     )
@@ -175,7 +178,7 @@ def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMas
     Raises UnsupportedModel if the window is empty, and if config.json has use_bidirectional_attention for a
     family in which transformers interprets the flag in two ways.
     """
-    types = getattr(config, "layer_types", None)
+    types = declared(config, "layer_types")
     window: int | None = declared(config, "sliding_window")
     if types and types[number] != "sliding_attention":
         window = None

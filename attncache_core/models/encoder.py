@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
@@ -48,6 +47,7 @@ class EncoderParts(NamedTuple):
     up: nn.Linear
     down: nn.Linear
     norm: nn.LayerNorm
+    activation: Callable[[torch.Tensor], torch.Tensor]  # between `up` and `down`; may have weights
 
 
 class Head(NamedTuple):
@@ -145,7 +145,7 @@ def encoder(
 
     def feed_forward(module: Any) -> FeedForward:
         made = parts(module)
-        up = packed(made.up, activation, ACT2FN[activation])
+        up = packed(made.up, activation, made.activation)
         return FeedForward(Network(up, packed(made.down), activation), Norms(output=Norm(made.norm)))
 
     embed, built = build_layers(_embedding(base.embeddings), layers, heads, attention, feed_forward)

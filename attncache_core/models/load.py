@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -27,6 +29,8 @@ from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.smoothing import calibration_sequences, smooth
 from attncache_core.runtime.devices import CPU
+
+logger = logging.getLogger(__name__)
 
 _LOADERS = {
     "embed": AutoModel,
@@ -201,6 +205,14 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
     that the module does not.
     """
     loader: Any = _LOADERS[checkpoint.task]
+    family = checkpoint.config["model_type"]
+    if checkpoint.config.get("auto_map") and family in CONFIG_MAPPING:
+        logger.warning(
+            "config.json of model %s names code of its own (auto_map), which is not run: the model is "
+            "computed as the family %s of transformers; compare its answers with the publisher's",
+            checkpoint.name,
+            family,
+        )
     with loading(f"the weights of model {checkpoint.name}"):
         model, report = loader.from_pretrained(
             checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -211,6 +223,13 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
+        )
+    named = len(checkpoint.classes) if checkpoint.task == "classify" else 0
+    if named and named != model.config.num_labels:
+        raise UnsupportedModel(
+            f"id2label in config.json of model {checkpoint.name} names {named} classes, and the model has "
+            f"{model.config.num_labels}; name all of them, or remove id2label and label2id",
+            field="model",
         )
     # transformers ignores unexpected weights. An unused head or pooler is harmless, but an unexpected weight
     # in a layer means another architecture. Early Llama checkpoints contain their rotary frequencies.

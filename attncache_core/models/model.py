@@ -70,6 +70,8 @@ class PackedModel:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
     final: FinalStates | None = None  # of a causal model
+    # A decoder with classes reads its class at the last token of another id; None: at the last token.
+    padding: int | None = None
     token_states: TokenStates = torch.Tensor.float
     embedding_head: EmbeddingHead | None = None  # of `outputs`; None: pooled vectors are the embeddings
     language_head: LanguageHead | None = None  # if a decoder was loaded with its language head

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.activations import ACT2FN
-
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.embedding import Embedding
@@ -50,7 +48,7 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) 
     def feed_forward(module: Any) -> FeedForward:
         gate, up = LinearWeights.from_module(module.mlp.Wi).split(2)
         name = config.hidden_activation
-        opened = activated_linear(*gate, name, ACT2FN[name])
+        opened = activated_linear(*gate, name, module.mlp.act)
         network = Network(packed_linear(*up), packed(module.mlp.Wo), name, opened)
         return FeedForward(network, Norms(input=Norm(module.mlp_norm)))
 

@@ -50,4 +50,5 @@ def _parts(layer: Any) -> EncoderParts:
         layer.intermediate.dense,
         layer.output.dense,
         layer.output.LayerNorm,
+        layer.intermediate.intermediate_act_fn,
     )

@@ -37,6 +37,7 @@ def max_characters(tokens: int) -> int:
 def shortened(tokenizer: Tokenizer, text: str, tokens: int, index: int) -> str:
     """Return text `index`, or a part from its beginning with the same first tokens and more than `tokens`.
 
+    A Unigram tokenizer may divide a word that repeats a few characters thousands of times at other places.
     Raises InputTooLong if the text has so few tokens that it would have to be tokenised beyond
     `max_characters`.
     """

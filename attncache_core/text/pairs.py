@@ -9,7 +9,7 @@ the type of a token, which tells the first text from the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, overload
 
 # Which text of a pair that is too long loses tokens at its end: the longer one, until both are equally long,
@@ -48,6 +48,16 @@ class PairTokens(Sequence[int]):
 def token_types(sequence: Sequence[int]) -> list[int] | None:
     """Return the type of each token of a sequence; None if every token has type 0."""
     return sequence.types if isinstance(sequence, PairTokens) else None
+
+
+def without_end(sequence: Sequence[int], token: int) -> Sequence[int]:
+    """Return a sequence without the tokens of this id at its end; its first token stays."""
+    count = len(sequence)
+    while count > 1 and sequence[count - 1] == token:
+        count -= 1
+    if isinstance(sequence, PairTokens):
+        return replace(sequence, ids=sequence.ids[:count], types=sequence.types and sequence.types[:count])
+    return sequence[:count]
 
 
 class NoRoom(ValueError):

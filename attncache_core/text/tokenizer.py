@@ -63,6 +63,14 @@ class TextTokenizer:
             raise UnsupportedModel(
                 f"model {checkpoint.name} has no fast tokenizer (tokenizer.json)", field="model"
             )
+        if loaded.truncation_side != "right":
+            raise UnsupportedModel(
+                f"the tokenizer of model {checkpoint.name} cuts the beginning of texts that are too long "
+                "(truncation_side in tokenizer_config.json), and AttnCache cuts their end; set "
+                "truncation_side to right, and send truncation_direction left where a text must lose its "
+                "beginning",
+                field="model",
+            )
         limits = [
             checkpoint.max_tokens or loaded.model_max_length,
             checkpoint.position_limit or _NO_LIMIT,
@@ -377,7 +385,7 @@ class TextTokenizer:
             return 0
         encoded = self._tokenizer.encode(prefix)
         # A special token at the end closes the sequence and does not belong to the prefix.
-        return len(encoded.ids) - encoded.special_tokens_mask[-1]
+        return len(encoded.ids) - sum(encoded.special_tokens_mask[-1:])
 
 
 @overload

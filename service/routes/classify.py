@@ -153,16 +153,16 @@ async def _by_tokens(
 
 def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:
     """Return the requested labels of a classifier, or all labels. Raises InvalidInput for another label."""
-    columns = {label: column for column, label in enumerate(known)}
     if requested is None:
-        return _Choice(list(known), list(columns.values()), None)
+        return _Choice(list(known), list(range(len(known))), None)
     _refuse_duplicates(requested)
+    columns = {label: column for column, label in enumerate(known)}
     for index, label in enumerate(requested):
-        if label not in columns:
+        is_shared = len(columns) < len(known) and known.count(label) > 1
+        if label not in columns or is_shared:
             field = f"labels[{index}]"
-            raise InvalidInput(
-                f"{field} is not a label of the classifier; /info lists the labels", field=field
-            )
+            what = "the name of several classes" if is_shared else "not a label of the classifier"
+            raise InvalidInput(f"{field} is {what}; /info lists the labels", field=field)
     return _Choice(requested, [columns[label] for label in requested], None)
 
 

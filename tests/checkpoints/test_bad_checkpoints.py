@@ -63,6 +63,7 @@ def built(folder, *options):
         ({"max_position_embeddings": "x"}, ("config.json of model", "cannot be read", "max_position")),
         ({"model_type": ["llama"]}, ("is of the family ['llama']",)),
         ({"architectures": 5}, ("cannot be read",)),
+        ({"model_type": "roberta", "pad_token_id": None}, ("pad_token_id in config.json of model",)),
     ],
     ids=str,
 )

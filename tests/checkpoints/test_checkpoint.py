@@ -120,6 +120,23 @@ def test_folder_that_sentence_transformers_saved_again_is_read_alike(tiny_checkp
             '[{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}]',
             "Dense",
         ),
+        ("adapter_config.json", "{}", "merge the adapter into the weights"),
+        (
+            "config_sentence_transformers.json",
+            '{"prompts": {"a": "b"}, "default_prompt_name": "c"}',
+            "default prompt .* not among its prompts",
+        ),
+        (
+            "sentence_bert_config.json",
+            '{"config_args": {"num_hidden_layers": 1}}',
+            "config_args .* not supported: num_hidden_layers",
+        ),
+        (
+            "sentence_bert_config.json",
+            '{"processor_kwargs": {"truncation_side": "left"}}',
+            "processor_kwargs .* not supported: truncation_side",
+        ),
+        ("sentence_bert_config.json", '{"transformer_task": "fill-mask"}', "transformer_task fill-mask"),
     ],
 )
 def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
@@ -131,6 +148,14 @@ def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, conte
         read_checkpoint(copied)
     assert "\n" not in str(caught.value)
     assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
+@pytest.mark.parametrize("settings", [{"max_seq_length": 9}, {"tokenizer_args": {"model_max_length": 9}}])
+def test_settings_are_read_under_the_names_of_sentence_transformers(copied, family, settings):
+    (copied / "sentence_bert_config.json").unlink()
+    write_json(copied / f"sentence_{family}_config.json", settings)
+    assert read_checkpoint(copied).max_tokens == SentenceTransformer(str(copied)).max_seq_length == 9
 
 
 class Trap:

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
+from attncache_core.errors import (
+    CorruptDatabase,
+    DatabaseRefused,
+    InvalidInput,
+    NoClassifier,
+    UnsupportedModel,
+)
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import class_scores
@@ -125,6 +131,23 @@ def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     assert run(engine, random_sequences([5])).outputs.shape == (1, 3)
     assert engine.decisions.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"0": "a", "1": "b"}, "names 2 classes, and the model has 3"),
+        ({"1": "a", "2": "b", "3": "c"}, "must be an object"),
+        (["a", "b", "c"], "must be an object"),
+    ],
+    ids=str,
+)
+def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, message):
+    folder = write_model(tmp_path, labels=LABELS)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", config | {"id2label": names, "num_labels": 3})
+    with pytest.raises(UnsupportedModel, match=message):
+        PrefillEngine.load(read_checkpoint(folder))
 
 
 def test_classifier_gives_no_embeddings(classifier):

@@ -4,16 +4,18 @@ import logging
 
 import pytest
 import torch
-from core_models import new_objects, prefill, random_sequences
+from core_models import CLS, SEP, new_objects, prefill, random_sequences
+from core_reference import reference_logits
 from families import DECODERS, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import UnsupportedModel
+from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.models import load_model
 from attncache_core.native.products import PackedMatrix
+from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.text.tokenizer import TextTokenizer
 
 ONE_OF_EACH = {case.config: name for name, case in DECODERS.items()}.values()
@@ -30,6 +32,30 @@ def test_class_scores_in_a_batch_are_hugging_faces(tmp_path, name):
     found = torch.from_numpy(prefill(engine, sequences, reuse=False).outputs)
     expected = torch.from_numpy(case.reference.class_scores(tmp_path, sequences))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_class_is_read_at_the_last_token_that_is_no_padding_as_in_hugging_face(tmp_path):
+    """A decoder's tokenizer may end each text with its padding token, because the text's end has no other."""
+    config = LlamaConfig(**SIZES | {"pad_token_id": SEP})
+    engine = PrefillEngine.load(
+        read_checkpoint(write_family(tmp_path, config, labels=["a", "b", "c"])),
+        dtype="float32",
+        key_values=KeyValueOptions(2**22),
+    )
+    sequences = [*random_sequences([4, 17, 40]), [CLS, SEP, 9, SEP, SEP], [SEP, SEP], [SEP]]
+    expected = torch.from_numpy(reference_logits(tmp_path, sequences))
+    for _ in range(2):  # the second time behind stored keys and values
+        found = torch.from_numpy(engine.run(engine.requests(sequences)).outputs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_sequence_that_ends_in_padding_is_refused_where_tokens_depend_on_later_ones(tmp_path):
+    config = LlamaConfig(**SIZES | {"pad_token_id": SEP}, is_causal=False)
+    checkpoint = read_checkpoint(write_family(tmp_path, config, labels=["a", "b", "c"]))
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    with pytest.raises(InvalidInput, match="ends in the padding token") as caught:
+        engine.requests([[CLS, 9], [CLS, 9, SEP]])
+    assert caught.value.field == "inputs[1]"
 
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}

@@ -17,6 +17,7 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
+    BertConfig,
     DebertaV2Config,
     DebertaV2Tokenizer,
     DistilBertConfig,
@@ -119,8 +120,25 @@ def test_classes_are_those_of_hugging_face(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        BertConfig(**SIZES, hidden_act="prelu"),
+        ModernBertConfig(**SIZES, hidden_activation="prelu", pad_token_id=0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_activation_with_weights_takes_those_of_the_checkpoint(tmp_path, config):
+    folder, sequences = write_family(tmp_path, config, ["a", "b"]), random_sequences([9, 30])
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    logits = prefill(engine, sequences, reuse=False).outputs
+    np.testing.assert_allclose(logits, reference_logits(folder, sequences), atol=FLOAT32)
+
+
+@pytest.mark.parametrize(
     ("family", "entries", "longest"),
     [
+        ("bert", {}, 512),
+        ("llama", {}, None),
         ("bert", {"max_position_embeddings": 514}, 514),
         ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1}, 512),
         ("roberta", {"max_position_embeddings": 514}, 512),

@@ -170,6 +170,9 @@ class FakeEngine:
     def close(self):
         """Nothing waits to be saved."""
 
+    def without_padding(self, sequences):
+        return sequences
+
     def stored_tokens(self, prefix_key):  # noqa: ARG002
         return 0
 

@@ -94,6 +94,18 @@ async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again():
     assert [score["score"] for score in row] == pytest.approx(softmax([0.0, -0.2]))
 
 
+async def test_classes_of_one_name_are_all_answered_and_cannot_be_requested():
+    async with serving(FakeEngine(task="classify", labels=("a", "a", "b"))) as client:
+        every = await client.post("/classify", json={"inputs": "a"})
+        one = await client.post("/classify", json={"inputs": "a", "labels": ["b", "a"]})
+    (row,) = every.json()
+    assert [score["label"] for score in row] == ["a", "a", "b"]
+    assert [score["score"] for score in row] == pytest.approx(sorted(softmax([0.0, 2.9, -0.2]), reverse=True))
+    error = one.json()["error"]
+    assert (one.status_code, error["field"]) == (400, "labels[1]")
+    assert "several classes" in error["message"]
+
+
 async def test_label_unknown_to_the_classifier_is_named_by_its_index():
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})

@@ -1,5 +1,7 @@
 """TextTokenizer gives the same tokens as the library that made the checkpoint."""
 
+import json
+
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence_transformer, write_tokenizer
@@ -166,6 +168,14 @@ def test_tokenizer_that_is_not_fast_is_refused_with_the_models_name(tmp_path):
     write_json(tmp_path / "slow-model/tokenizer_config.json", {"tokenizer_class": "CTRLTokenizer"})
     with pytest.raises(UnsupportedModel, match="slow-model has no fast tokenizer"):
         TextTokenizer(read_checkpoint(tmp_path / "slow-model"))
+
+
+def test_tokenizer_that_cuts_the_beginning_of_texts_is_refused(tmp_path):
+    folder = write_sentence_transformer(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer_config.json", settings | {"truncation_side": "left"})
+    with pytest.raises(UnsupportedModel, match="set truncation_side to right"):
+        TextTokenizer(read_checkpoint(folder))
 
 
 @pytest.mark.parametrize("closing", [True, False])
