@@ -93,6 +93,7 @@ class BlendedPass:
         self.attention_seconds = 0.0
         self.computed = np.zeros(len(ids), dtype=bool)  # the tokens that the check layer computed
         self.exact_tokens = cached.exact_tokens
+        self.is_exact = False  # whether nothing is given approximately
         self._run(blend)
         cached.finish()
 
@@ -105,6 +106,7 @@ class BlendedPass:
         again = _beside_loading(blend.recomputation, self._store, loaded, len(chosen))
         layers = len(self._model.layers)
         counts = again.counts(len(chosen), layers)
+        self.is_exact = not len(chosen)
         check = min(again.check_layer, layers)
         if not counts[0]:
             chosen = chosen[:0]
@@ -271,7 +273,9 @@ def _report(blend: Blend, found: BlendedPass, cached: Sequence[int], computed: i
     for chunk, before in zip(blend.chunks, cached, strict=True):
         again = int(found.computed[chunk.first : chunk.first + chunk.length].sum())
         chunks.append(ChunkReport(chunk.length, max(0, before - chunk.skipped), again))
-    return BlendReport(tuple(chunks), found.exact_tokens, tuple(found.rows), found.deviations, computed)
+    return BlendReport(
+        tuple(chunks), found.exact_tokens, tuple(found.rows), found.is_exact, found.deviations, computed
+    )
 
 
 def _consecutive(ids: Sequence[int], first: int) -> TokenBatch:

@@ -54,7 +54,8 @@ def explain_blend(
 
     def run(recomputation: Recomputation) -> BlendReport:
         blend = blending.blend_with(sequence, ids, salt, recomputation)
-        (report,) = engine.run([PrefillRequest(ids, False, plan, blend=blend)]).blends or []
+        prefix_key = engine.prefix_key(ids, plan, salt)
+        (report,) = engine.run([PrefillRequest(ids, False, plan, prefix_key, blend=blend)]).blends or []
         assert report is not None
         return report
 

@@ -14,6 +14,10 @@ export function useKey(entered) {
   key = entered;
 }
 
+export function hasKey() {
+  return key !== null;
+}
+
 /** Send a request and return its response. Throws Refused, or TypeError if the server does not answer. */
 export async function ask(path, options = {}) {
   const headers = { ...options.headers };

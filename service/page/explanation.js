@@ -16,11 +16,12 @@ const VERDICTS = {
   cold: ["Computed in full", "The attention maps of its record are not in memory, and take longer to read than a hit saves."],
   not_searched: ["Computed in full", "No attention maps can be reused for this text."],
 };
+const PREFIX = ["Reused", "Keys and values of the first tokens come from the prefix store."];
 
 /** Return an element that explains a text, from the JSON of /explain. */
 export function explanation(explained) {
   const tokens = explained.tokens.map(readable);
-  const [verdict, why] = VERDICTS[explained.outcome];
+  const [verdict, why] = explained.cached_tokens ? PREFIX : VERDICTS[explained.outcome];
   const element = make("section", { className: "explanation", "aria-label": "Why" },
     make("h3", { className: "verdict" }, make("span", { className: `badge ${explained.outcome}`, textContent: explained.outcome.replace("_", " ") }), `${verdict}. `, make("span", { className: "because", textContent: why })),
     tokenLine(tokens, explained.cached_tokens ?? 0),

@@ -190,7 +190,9 @@ export class Live {
     for (const [name, title] of OUTCOMES) {
       byId(`recent-${name}`).textContent = percent(recent[name], sum);
       byId(`start-${name}`).textContent = short(start[name]);
-      byId("outcome-bar").querySelector(`.${name}`).style.flexGrow = recent[name];
+      const part = byId("outcome-bar").querySelector(`.${name}`);
+      part.style.flexGrow = recent[name];
+      part.hidden = recent[name] === 0; // it would leave a gap
       if (recent[name] > 0) parts.push(`${title} ${percent(recent[name], sum)}`);
     }
     byId("outcome-bar").classList.toggle("empty", sum === 0);

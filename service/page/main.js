@@ -1,6 +1,6 @@
 // Puts the parts of the page together.
 
-import { useKey } from "./api.js";
+import { hasKey, useKey } from "./api.js";
 import { Ask } from "./ask.js";
 import { byId, show } from "./dom.js";
 import { amount } from "./format.js";
@@ -20,6 +20,7 @@ const dialog = byId("key-dialog");
 let refused = false; // the visitor closed the dialog, so it opens only when asked for again
 
 function askForKey() {
+  byId("key-unknown").hidden = !hasKey();
   if (!dialog.open && !refused) dialog.showModal();
 }
 

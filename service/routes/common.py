@@ -265,7 +265,8 @@ def answer(content: Any, result: PrefillResult, call: Call, source: Source) -> A
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     key_values = call.state.serving().engine.key_values
-    kinds = [headers.get(APPROXIMATE_HEADER), "blended" if result.blended else None]
+    is_exact = all(report.is_exact for report in result.blended)
+    kinds = [headers.get(APPROXIMATE_HEADER), None if is_exact else "blended"]
     if key_values and result.all_cached_tokens:
         kinds.append(key_values.approximation)
     if any(kinds):

@@ -173,11 +173,11 @@ def _inputs(body: InferenceRequest) -> list[str] | list[list[int]]:
 
 def _segments(body: InferenceRequest) -> tuple[list[str], str]:
     """Return the segments and the query of a request. Raises InvalidInput."""
+    if body.segments is None:
+        raise InvalidInput("query is accepted only with segments; send the text as inputs", field="query")
     for field in ("inputs", "session_id", "append", "transcript", "truncate", "truncation_direction"):
         if getattr(body, field) not in (None, False):
             raise InvalidInput(f"{field} is not accepted with segments; leave it out", field=field)
-    if body.segments is None:
-        raise InvalidInput("query is accepted only with segments; send the text as inputs", field="query")
     if body.query is None:
         raise InvalidInput(
             "query is required with segments; send what stands behind the last segment", field="query"

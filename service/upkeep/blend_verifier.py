@@ -63,7 +63,8 @@ class BlendVerifier(LaterVerifier[_Blended]):
         chosen = [
             _Blended(request, result.outputs[index].copy(), policy.steps)
             for index, (request, report) in enumerate(zip(requests, result.blends or (), strict=False))
-            if report is not None and result.finite[index] and self._chance.random() < self._rate
+            # Answers that are exact would hide others that are not.
+            if report and not report.is_exact and result.finite[index] and self._chance.random() < self._rate
         ]
         self._add(chosen)
 
@@ -80,8 +81,8 @@ class BlendVerifier(LaterVerifier[_Blended]):
         self._keep_pending(lambda hit: hit.steps == self.policy.steps)
 
     def _verify(self, hits: list[_Blended]) -> None:
-        # What is stored exactly may be used, and shortens the pass.
-        full = self._engine.run([replace(hit.request, blend=None) for hit in hits])
+        # Nothing is stored, because what is stored exactly changes the answer to the next equal prompt.
+        full = self._engine.run([replace(hit.request, blend=None, prefix_key=None) for hit in hits])
         outputs = np.where(full.finite[:, None], full.outputs, np.nan)
         self._metrics.observe_verified(np.array(self._fidelities(Measure.COSINE, hits, outputs)))
         self._blending.follow_file()

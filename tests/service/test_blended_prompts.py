@@ -143,6 +143,26 @@ async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder):
     assert values["attncache_segment_tokens_total", "recomputed"] > 0
 
 
+async def test_answer_about_a_prompt_that_is_stored_exactly_is_exact_and_is_not_verified(folder):
+    engine = blending(folder, 0.0)
+    async with serving(engine, admin=True, verify_rate=1.0) as client:
+        first = await asked(client, "/embed", BODY)
+        await until_verified(client)
+        again = await asked(client, "/embed", BODY)
+        exact = await asked(client, "/embed", {"inputs": [joined(engine, BODY)]})
+        behind = await asked(client, "/embed", BODY)
+        found = (await asked(client, "/explain?debug=blend", BODY)).json()
+        await asyncio.sleep(0.2)
+        values = samples((await client.get("/metrics")).text)
+    assert first.json() == again.json() != exact.json()
+    np.testing.assert_allclose(behind.json(), exact.json(), atol=1e-5)
+    for response in (first, again):
+        assert response.headers["X-AttnCache-Approximate"] == "blended"
+    assert "X-AttnCache-Approximate" not in behind.headers
+    assert found["exact_tokens"] >= len(joined(engine, BODY)) - 1
+    assert values["attncache_verify_cosine_count",] <= 2
+
+
 async def test_header_of_many_chunks_stays_short(folder):
     async with serving(blending(folder, 0.5)) as client:
         response = await asked(client, "/embed", {**BODY, "segments": ["a"] * 100})
@@ -344,6 +364,16 @@ async def test_operators_see_deviations_also_where_nothing_is_computed_again(fol
     assert found["rows"][0] < first
 
 
+async def until_verified(client, count=1):
+    """Wait until this number of answers were verified. Returns all metrics."""
+    for _ in range(100):
+        values = samples((await client.get("/metrics")).text)
+        if values["attncache_verify_cosine_count",] >= count:
+            break
+        await asyncio.sleep(0.05)
+    return values
+
+
 @asynccontextmanager
 async def verified(engine):
     async with serving(engine, verify_rate=1.0) as client:
@@ -396,11 +426,7 @@ async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(fold
     async with verified(engine) as client:
         for _ in range(3):
             await asked(client, "/embed", BODY)
-        for _ in range(100):
-            values = samples((await client.get("/metrics")).text)
-            if values["attncache_verify_cosine_count",] >= 3:
-                break
-            await asyncio.sleep(0.05)
+        values = await until_verified(client, 3)
     assert values["attncache_verify_cosine_count",] >= 3
     assert values["attncache_verify_cosine_sum",] == pytest.approx(
         values["attncache_verify_cosine_count",], abs=1e-3

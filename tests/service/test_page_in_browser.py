@@ -265,6 +265,10 @@ def test_page_asks_for_a_key_and_forgets_it(browser, engine):
     with running(engine, admin=True, api_key=SecretStr(KEY)) as url, browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('key-dialog').open")
+        assert page.run("document.getElementById('key-unknown').hidden")
+        page.type("#key", "another key")
+        page.click("#key-form button[type=submit]")
+        page.wait("!document.getElementById('key-unknown').hidden")
         page.type("#key", KEY)
         page.click("#key-form button[type=submit]")
         page.wait("document.getElementById('state').textContent === 'live'")

@@ -143,6 +143,7 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...]
     exact_tokens: int  # at the front of the sequence, whose keys and values are exact
     rows: tuple[int, ...]  # tokens that each layer computed
+    is_exact: bool  # whether nothing else was given
     # How much the keys and values of each token deviate in the check layer from the given ones, float32
     # [tokens]; nan: not compared. None: nothing was compared.
     deviations: np.ndarray | None = field(default=None, compare=False)

@@ -170,6 +170,7 @@ def test_a_longer_beginning_that_is_stored_exactly_is_used(model, store):
     np.testing.assert_allclose(full.outputs[0], own_full_pass(model, store, ids), **NEAR)
     without = run_chunks(model, store, chunks, query, Recomputation(0.0))
     assert without.blends[0].exact_tokens == len(OPENING) + 20
+    assert not without.blends[0].is_exact
     assert np.abs(found.outputs - without.outputs).max() > 1e-3
 
 
@@ -184,6 +185,7 @@ def test_where_the_whole_sequence_is_stored_exactly_only_the_last_token_is_compu
     with torch.inference_mode():
         found = blended.run_blended(model, store, request)
     assert found.blends[0].exact_tokens == len(stored)
+    assert found.blends[0].is_exact
     assert found.blends[0].rows == (1,) * LAYERS
     np.testing.assert_allclose(found.outputs[0], own_full_pass(model, store, ids), **NEAR)
 

@@ -157,5 +157,6 @@ def test_tokens_are_used_as_stored_or_computed_again_or_new():
         ),
         exact_tokens=20,
         rows=(5,),
+        is_exact=False,
     )
     assert report.tokens_by_state() == (20 + 18, 12 + 16, 10 + 9)
