@@ -88,11 +88,6 @@ class Loading:
             self.quantized.decode(part, saved, into)
 
     @property
-    def shared_tokens(self) -> int:
-        """The most tokens of the blocks that other machines have saved."""
-        return BLOCK_TOKENS * sum(block.is_read_whole for block, _ in self.blocks)
-
-    @property
     def part_bytes(self) -> int:
         """The bytes of all parts in memory."""
         return sum(part.nbytes for _, into in self.blocks for part in into)
@@ -103,7 +98,6 @@ class TransferCounts:
     """What was transferred since the start."""
 
     loaded_blocks: int = 0
-    load_seconds: float = 0.0
     stall_seconds: float = 0.0  # that batches waited for their last layers
     dropped_writes: int = 0  # blocks that did not fit into the write buffer
 
@@ -255,13 +249,15 @@ class Transfers:
         started = time.perf_counter()
         loading.run()
         seconds = time.perf_counter() - started
-        self.counts.load_seconds += seconds
-        tokens = 0 if loading.is_damaged else loading.shared_tokens
+        if loading.is_damaged:
+            return
+        self.counts.loaded_blocks += len(loading.blocks)
+        # The most tokens of the blocks that other machines have saved.
+        tokens = BLOCK_TOKENS * sum(block.is_read_whole for block, _ in loading.blocks)
         if self.remote is not None and 0 < tokens < seconds * self.prefill_speed:
-            self.remote.rest("to load blocks takes longer than to compute them")
-        if not (self.remote_speed or loading.is_damaged):
+            self.remote.values.rest("to load blocks takes longer than to compute them")
+        if not self.remote_speed:
             self._learn(loading, seconds)
-        self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
 
     def _learn(self, loading: Loading, seconds: float) -> None:
         """Learn from blocks that were loaded how fast other machines' blocks load, once they are enough."""
@@ -332,7 +328,7 @@ class Transfers:
         for thread in self._threads:
             thread.join()
         if self.remote is not None:
-            self.remote.close()
+            self.remote.values.close()
 
 
 def _measured_blocks(block_bytes: int) -> int:
