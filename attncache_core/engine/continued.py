@@ -91,7 +91,7 @@ def _compiled(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Comp
         assert model.stack is not None
         model.stack.wake(compiled_threads())
         hidden = torch.empty(len(batch.ids), model.hidden_size) if reads_rows else None
-        rows, slots = rows_of(batch, plan.skipped, plan.pooling()), plan.slots()
+        rows, slots = rows_of(batch, skipped=plan.skipped, pooling=plan.pooling()), plan.slots()
     outputs, finite, seconds = stack_outputs(model, rows, compiled_threads(), slots=slots, hidden=hidden)
     plan.wait_until_loaded()
     return outputs, finite, hidden, seconds

@@ -21,14 +21,10 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.prepacked import ACTIVATIONS, fused_linear, with_round_rows
 from attncache_core.native import products, rows
-from attncache_core.native.products import MatrixKind, PackedMatrix
+from attncache_core.native.products import MAX_LEVEL, MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
 
-# The signed 8-bit levels in use are -127 to 127.
-_LEVELS = 127
 # oneDNN's fast products need unsigned rows of x, so levels are stored with an offset of 128.
 _ZERO = 128
-# The smallest scale. A row of zeros has this scale, because scales are divisors.
-_MIN_SCALE = 1e-30
 # Number of inputs that share a step size in 4 bits.
 _GROUP = 32
 
@@ -173,7 +169,7 @@ class Int4Linear(WeightOnlyLinear):
     def _pack(self, weight: torch.Tensor) -> None:
         groups = functional.pad(weight, (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
         least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
-        steps = ((greatest - least) / 15).clamp_(min=_MIN_SCALE).bfloat16()
+        steps = ((greatest - least) / 15).clamp_(min=MIN_SCALE).bfloat16()
         levels = ((groups - least[..., None]) / steps.float()[..., None]).round_().clamp_(0, 15)
         lower, upper = levels.to(torch.uint8).chunk(2, dim=2)
         # [outputs, groups, 16]: input i of a group in the low four bits, input i + 16 in the high four bits.
@@ -195,18 +191,6 @@ QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
 }
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
-
-    The element of a row with the largest absolute value becomes 127 or -127. Levels cannot represent NaN or
-    infinity, so the scale of a row with such an element is NaN, and every product with the row is NaN.
-    """
-    largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_SCALE)
-    levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
-    largest += largest - largest  # 0, or NaN
-    return levels, largest[:, 0] / _LEVELS
-
-
 @cache
 def int8_products_are_exact() -> bool:
     """Return whether products of 8-bit integers are exact on this processor.
@@ -216,11 +200,11 @@ def int8_products_are_exact() -> bool:
     """
     x = torch.full((64, 256), 255, dtype=torch.uint8)
     try:
-        weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), _LEVELS, dtype=torch.int8), None)
+        weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), MAX_LEVEL, dtype=torch.int8), None)
         product = _int8_product(x, weight, torch.ones(64), torch.zeros(64, dtype=torch.int32))
     except (AttributeError, RuntimeError):
         return False
-    return bool((product == 256 * _LEVELS * (255 - _ZERO)).all())
+    return bool((product == 256 * MAX_LEVEL * (255 - _ZERO)).all())
 
 
 def _int8_product(
