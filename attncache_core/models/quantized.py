@@ -40,13 +40,8 @@ class QuantizedLinear(ABC):
         """weight: [outputs, inputs], bias: [outputs] or None, both of the compute dtype."""
         self.outputs, self.inputs = weight.shape
         self._dtype = weight.dtype
-        self._bias = None if bias is None else bias.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias, [outputs]."""
-        return self._bias
 
     @property
     @abstractmethod
@@ -135,20 +130,11 @@ class WeightOnlyLinear(QuantizedLinear):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        return fused_linear(x, self._unpacked(), self._bias, self._activation, residual)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """See QuantizedLinear."""
-        return self._unpacked()
+        return fused_linear(x, self.weight, self.bias, self._activation, residual)
 
     @abstractmethod
     def _pack(self, weight: torch.Tensor) -> None:
         """Quantise and store the float32 weight."""
-
-    @abstractmethod
-    def _unpacked(self) -> torch.Tensor:
-        """Return the stored weight [outputs, inputs] in the compute dtype."""
 
 
 class Int8WeightOnlyLinear(WeightOnlyLinear):
@@ -157,7 +143,9 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
     def _pack(self, weight: torch.Tensor) -> None:
         self._levels, self._scales = quantize_rows(weight)
 
-    def _unpacked(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
         if self._kernel:
             return self._kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
         return (self._levels * self._scales[:, None]).to(self._dtype)
@@ -176,7 +164,9 @@ class Int4Linear(WeightOnlyLinear):
         self._levels = (lower | upper << 4).contiguous()
         self._steps = torch.stack([steps, least.bfloat16()], dim=2)  # [outputs, groups, 2]
 
-    def _unpacked(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
         if self._kernel:
             return self._kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
         levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
