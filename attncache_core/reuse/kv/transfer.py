@@ -15,15 +15,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockName
 from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.quantized import Int8Slots
 from attncache_core.reuse.kv.remote import RemoteBlock, RemoteTier
 
@@ -329,6 +331,47 @@ class Transfers:
             thread.join()
         if self.remote is not None:
             self.remote.values.close()
+
+
+def open_whole_blocks(
+    transfers: Transfers,
+    sequences: Sequence[PrefixKey],
+    claimed: Container[bytes],
+    memory: Container[bytes],
+    token_bytes: int | None,
+) -> tuple[dict[bytes, SavedBlock], list[list[BlockName]]]:
+    """Open the whole blocks at the front of sequences that are claimed and saved, by key.
+
+    Returns also, for each sequence, the names of the blocks of fewer tokens that may follow, the longest
+    first. claimed, memory: the keys of blocks. token_bytes: see Transfers.open.
+    """
+    found = transfers.open([_worth_opening(each, claimed, memory) for each in sequences], token_bytes)
+    opened: dict[bytes, SavedBlock] = {}
+    choices = []
+    for sequence in sequences:
+        parent, walked = sequence.root, 0
+        for name in sequence.names[: sequence.max_given // BLOCK_TOKENS]:
+            if name.key not in opened and name.key not in memory:
+                if (file := found.pop(name.key, None)) is None:
+                    break
+                opened[name.key] = file
+            parent, walked = name.key, walked + BLOCK_TOKENS
+        short = (sequence.short_block(parent, walked, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
+        choices.append([name for name in short if name])
+    for file in found.values():
+        file.close()
+    return opened, choices
+
+
+def _worth_opening(
+    sequence: PrefixKey, claimed: Container[bytes], memory: Container[bytes]
+) -> list[BlockName]:
+    """Return the names of the claimed whole blocks at the front of a sequence."""
+    front = takewhile(
+        lambda name: name.key in claimed or name.key in memory,
+        sequence.names[: sequence.max_given // BLOCK_TOKENS],
+    )
+    return [name for name in front if name.key in claimed]
 
 
 def _measured_blocks(block_bytes: int) -> int:
