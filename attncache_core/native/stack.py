@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +46,8 @@ class ReusedRecords:
     refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
 
 
-@dataclass(frozen=True)
-class TreePooling:
-    """The sequences of trees that are pooled, and the states that are kept; see states.h.
+class TreePooling(NamedTuple):
+    """The sequences of trees that are pooled, and the states that are kept, in the order of states.h.
 
     A state, float32 [5, width], is what every pooling needs to know of some tokens; see heads/running.py.
     """
@@ -165,17 +165,9 @@ class _TreePooling(ctypes.Structure):
     @classmethod
     def of(cls, pooling: TreePooling) -> _TreePooling:
         """Return the structure, which does not keep the arrays."""
-        arrays = (
-            pooling.parents,
-            pooling.ends,
-            pooling.lengths,
-            pooling.given,
-            pooling.kept_rows,
-            pooling.kept,
-        )
         assert len(pooling.ends) == len(pooling.lengths) == len(pooling.given)
         assert len(pooling.kept_rows) == len(pooling.kept)
-        return cls(*map(address, arrays), len(pooling.ends), len(pooling.kept))
+        return cls(*map(address, pooling), len(pooling.ends), len(pooling.kept))
 
 
 class CompiledStack:
