@@ -12,7 +12,7 @@ from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models import PackedModel
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, NO_CHAIN, root_key
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.store import KeyValueStore
@@ -24,14 +24,14 @@ def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:
     return KeyValueStore(block_layout(model), memory, **more)
 
 
-_named = [NO_CHAIN]  # the sequence that was named last, whose names the next one takes, as in KeyValueReuse
+# The sequence that was named last, whose names the next one takes, as in KeyValueReuse.
+_named: list[PrefixKey | None] = [None]
 
 
 def prefix_key(ids, salt=b"", *, skipped=0, max_given=None):
     most = len(ids) if max_given is None else max_given
-    made = PrefixKey.of(root_key(b"model", salt, skipped), ids, most, _named[0])
-    _named[0] = made.chain
-    return made
+    _named[0] = PrefixKey.of(root_key(b"model", salt, skipped), ids, most, _named[0])
+    return _named[0]
 
 
 def pooled_by(model, *modes):

@@ -25,6 +25,7 @@ from attncache_core.engine.result import BatchReport, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
+from attncache_core.native.pooling import address
 from attncache_core.native.stack import KeyValueSlots
 from attncache_core.reuse.blend.chunks import (
     LAYERS_A_STEP,
@@ -123,7 +124,9 @@ class BlendedPass:
                 rows, hidden = _kept(rows, hidden, always, chosen)
             last = self._slots[len(step) - 1]
             before = last[chosen]
-            hidden = self._computed(step, hidden, rows)
+            # Their slots replace the given ones.
+            addresses = address(self._slots) + rows * self._slots.shape[2]
+            hidden = self._layers(step, hidden, rows, self._key_value_slots(step, addresses))
             self.rows += [len(rows)] * len(step)
             if step.start <= check:
                 self.computed[:] = False
@@ -146,11 +149,6 @@ class BlendedPass:
         always[-1] = True  # the outputs read it
         return always
 
-    def _computed(self, step: range, hidden: torch.Tensor | None, rows: np.ndarray) -> torch.Tensor:
-        """Run some layers on tokens `rows`, whose slots replace the given ones."""
-        addresses = _address(self._slots) + rows * self._slots.shape[2]
-        return self._layers(step, hidden, rows, self._key_value_slots(step, addresses))
-
     def _compared(
         self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, chosen: np.ndarray
     ) -> np.ndarray:
@@ -159,29 +157,24 @@ class BlendedPass:
         They are the slots of the first of these layers.
         """
         computed = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
-        addresses = _address(computed) + np.arange(len(rows)) * computed.shape[1]
+        addresses = address(computed) + np.arange(len(rows)) * computed.shape[1]
         self._layers(step[:1], hidden, rows, self._key_value_slots(step[:1], addresses, only=True))
         return deviations(self._slots[0, chosen], computed[np.searchsorted(rows, chosen)], self._dtype)
 
     def _layers(
         self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
     ) -> torch.Tensor:
-        batch = self._batch(rows).on(self._model.device)
+        positions = torch.from_numpy(rows)
+        batch = _one_run(self._ids[positions], len(self._ids), positions).on(self._model.device)
         found, seconds = run_layers(self._model, batch, hidden, NO_REUSED_MAPS, step, slots=slots)
         self.attention_seconds += seconds
         return found
-
-    def _batch(self, rows: np.ndarray) -> TokenBatch:
-        one, none = np.array([len(self._ids)]), np.array([0])
-        tree = PrefixTree(np.array([-1]), one, np.array([0, len(rows)]), none)
-        positions = torch.from_numpy(rows)
-        return TokenBatch(self._ids[positions], np.array([len(rows)]), none, tree=tree, scattered=positions)
 
     def _key_value_slots(self, step: range, kept: np.ndarray, *, only: bool = False) -> KeyValueSlots:
         """kept: addresses of the slots of the rows in the first of these layers."""
         _, tokens, width = self._slots.shape
         block = BLOCK_TOKENS * width
-        addresses = _address(self._slots) + block * np.arange(tokens // BLOCK_TOKENS)
+        addresses = address(self._slots) + block * np.arange(tokens // BLOCK_TOKENS)
         # The compiled code counts from layer 0 of the model.
         before = step.start * tokens * width
         return KeyValueSlots(
@@ -200,11 +193,6 @@ def _step(counts: Sequence[int], first: int) -> range:
     """Return the layers from `first` on that compute as many tokens as `first` does, up to LAYERS_A_STEP."""
     end = min(len(counts), first + LAYERS_A_STEP)
     return range(first, next((layer for layer in range(first, end) if counts[layer] != counts[first]), end))
-
-
-def _address(numbers: np.ndarray) -> int:
-    address: int = numbers.__array_interface__["data"][0]
-    return address
 
 
 def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tokens: int) -> Recomputation:
@@ -249,7 +237,7 @@ def _result(
     states = empty_states(1, model.hidden_size)
     states[0, LAST] = model.final.states(found.hidden[-1:]).cpu().numpy()
     outputs = outputs_of(model, states, np.array([len(request.ids)]), np.zeros(1, np.int64))
-    read = _consecutive(request.ids, first)
+    read = _one_run(torch.tensor(request.ids[first:]), first)
     of_targets = log_probabilities(model, read, found.hidden[-len(read.ids) :], [request])
     finite = bool(np.isfinite(outputs).all() and torch.isfinite(found.hidden.sum(1)).all())
     if of_targets is not None:
@@ -278,8 +266,8 @@ def _report(blend: Blend, found: BlendedPass, cached: Sequence[int], computed: i
     )
 
 
-def _consecutive(ids: Sequence[int], first: int) -> TokenBatch:
-    """Return the tokens of a sequence from `first` on, which follow each other."""
-    length, none = len(ids) - first, np.array([0])
-    tree = PrefixTree(np.array([-1]), np.array([first]), np.array([0, length]), none)
-    return TokenBatch(torch.tensor(ids[first:]), np.array([length]), none, tree=tree)
+def _one_run(ids: torch.Tensor, start: int, scattered: torch.Tensor | None = None) -> TokenBatch:
+    """Return tokens of one sequence as a run behind `start` given tokens. scattered: see TokenBatch."""
+    length, none = len(ids), np.array([0])
+    tree = PrefixTree(np.array([-1]), np.array([start]), np.array([0, length]), none)
+    return TokenBatch(ids, np.array([length]), none, tree=tree, scattered=scattered)

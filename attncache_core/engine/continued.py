@@ -57,10 +57,13 @@ def _run(
     )
     found: list[np.ndarray] | None = None
     if batch is not None and rows is not None:
-        computed = [requests[index] for index in plan.computed.tolist()]
-        found = _of_all(log_probabilities(model, batch, rows, computed), plan.computed, len(requests))
-    if found is not None:
-        finite &= [bool(np.isfinite(values).all()) for values in found]
+        computed = plan.computed.tolist()
+        of_computed = log_probabilities(model, batch, rows, [requests[index] for index in computed])
+        if of_computed is not None:
+            found = [np.zeros(0, dtype=np.float32)] * len(requests)
+            for index, values in zip(computed, of_computed, strict=True):
+                found[index] = values
+                finite[index] &= np.isfinite(values).all()
     plan.finish(finite)
     tokens = len(batch.ids) if batch is not None else 0
     return PrefillResult(
@@ -91,7 +94,7 @@ def _compiled(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Comp
         assert model.stack is not None
         model.stack.wake(compiled_threads())
         hidden = torch.empty(len(batch.ids), model.hidden_size) if reads_rows else None
-        rows, slots = rows_of(batch, plan.skipped, plan.pooling()), plan.slots()
+        rows, slots = rows_of(batch, skipped=plan.skipped, pooling=plan.pooling()), plan.slots()
     outputs, finite, seconds = stack_outputs(model, rows, compiled_threads(), slots=slots, hidden=hidden)
     plan.wait_until_loaded()
     return outputs, finite, hidden, seconds
@@ -136,13 +139,3 @@ def outputs_of(
     if model.embedding_head is None:
         return vectors
     return model.embedding_head(torch.from_numpy(vectors).to(model.device)).cpu().numpy()
-
-
-def _of_all(found: list[np.ndarray] | None, computed: np.ndarray, count: int) -> list[np.ndarray] | None:
-    """Return the log-probabilities of all requests. found: of the computed ones; the others have none."""
-    if found is None:
-        return None
-    values = iter(found)
-    is_computed = np.zeros(count, dtype=bool)
-    is_computed[computed] = True
-    return [next(values) if each else np.zeros(0, dtype=np.float32) for each in is_computed.tolist()]

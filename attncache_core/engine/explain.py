@@ -24,7 +24,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
 from attncache_core.reuse.maps.search import SearchEngine
-from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse
+from attncache_core.reuse.plan import Outcome, no_reuse
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.runtime.threads import use_threads
@@ -178,15 +178,16 @@ def _with_record(
     """
     if found.chosen is None or found.segment is None:
         return None, None
-    segment, record = found.segment, found.chosen.record
+    model, segment, record = engine.model, found.segment, found.chosen.record
     plan = replace(no_reuse(1), segments={segment.length: segment})
     plan.records[:], plan.kinds[:] = record, found.chosen.kind
     plan.similarities[:] = found.chosen.similarity
     try:
-        with_reuse = _outputs_with(engine, batch, plan)
+        hidden, _ = run_layers(model, batch, None, reused_by(plan, model, batch))
+        with_reuse = model.outputs(hidden, batch).rows.cpu().numpy()
         reused_maps = [
             segment.layer_maps(record, number, layer.reused_heads).float().numpy().copy()
-            for number, layer in enumerate(engine.model.layers)
+            for number, layer in enumerate(model.layers)
         ]
     except RecordsChanged:
         return None, None
@@ -196,14 +197,6 @@ def _with_record(
     return float(
         engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]
     ), reused_maps
-
-
-def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
-    """Return the outputs of a batch, float32 [1, d], with the maps that a plan gives."""
-    model = engine.model
-    reused_maps = reused_by(plan, model, batch)
-    hidden, _ = run_layers(model, batch, None, reused_maps)
-    return model.outputs(hidden, batch).rows.cpu().numpy()
 
 
 def _full_maps(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor) -> list[np.ndarray]:

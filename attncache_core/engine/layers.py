@@ -14,6 +14,7 @@ slice of tokens.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,23 +107,28 @@ def run_to_outputs(
     if tree is not None:
         no_states = np.zeros(len(lengths), np.uint64)
         pooling = TreePooling(tree.parents, tree.ends, lengths, no_states, none, none)
-    return stack_outputs(model, rows_of(batch, skipped, pooling), compiled_threads(), records)
+    rows = rows_of(batch, skipped=skipped, pooling=pooling)
+    return stack_outputs(model, rows, compiled_threads(), records)
 
 
-def rows_of(batch: TokenBatch, skipped: np.ndarray | None, pooling: TreePooling | None) -> StackRows:
-    """Return the rows of a batch for `stack_outputs`. skipped, pooling: see StackRows."""
-    types = None if batch.types is None else batch.types.numpy()
+def rows_of(
+    batch: TokenBatch,
+    *,
+    embeds: bool = True,
+    skipped: np.ndarray | None = None,
+    pooling: TreePooling | None = None,
+) -> StackRows:
+    """Return the rows of a batch. embeds: whether the stack makes the first layer's input from token ids.
+
+    skipped, pooling: see StackRows.
+    """
+    rows = StackRows(batch.offsets, skipped=skipped, pooling=pooling)
+    if embeds:
+        types = None if batch.types is None else batch.types.numpy()
+        rows = replace(rows, ids=batch.ids.numpy(), types=types)
     if batch.tree is None:
-        return StackRows(batch.offsets, ids=batch.ids.numpy(), types=types, skipped=skipped)
-    return StackRows(
-        batch.offsets,
-        batch.positions.numpy(),
-        batch.tree.trees,
-        batch.tree.starts,
-        batch.ids.numpy(),
-        skipped=skipped,
-        pooling=pooling,
-    )
+        return rows
+    return replace(rows, positions=batch.positions.numpy(), trees=batch.tree.trees, starts=batch.tree.starts)
 
 
 def stack_outputs(
@@ -155,25 +161,7 @@ def first_input(model: PackedModel, batch: TokenBatch) -> torch.Tensor:
     stack = model.stack
     if stack is None or not stack.embeds:
         return model.embed(batch)
-    return stack.run(None, _stack_rows(stack, batch, embeds=True), range(0))[0]
-
-
-def _states(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return the input of a layer as float32 [tokens, hidden], which the stack may overwrite."""
-    return torch.empty(len(batch.ids), model.hidden_size).copy_(
-        model.embed(batch) if hidden is None else hidden
-    )
-
-
-def _stack_rows(stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> StackRows:
-    """Return the rows of a batch. embeds: whether the stack makes the first layer's input, if it can."""
-    ids = types = None
-    if embeds and stack.embeds:
-        ids, types = batch.ids.numpy(), None if batch.types is None else batch.types.numpy()
-    if batch.tree is None and batch.scattered is None:
-        return StackRows(batch.offsets, ids=ids, types=types)
-    trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
-    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, types)
+    return stack.run(None, rows_of(batch), range(0))[0]
 
 
 def _run_stack(
@@ -186,18 +174,18 @@ def _run_stack(
     slots: KeyValueSlots | None,
 ) -> tuple[torch.Tensor, float]:
     """Run layers as `run_layers` does, by compiled code."""
-    states, counts = stack.run(
-        None if stack.embeds and hidden is None else _states(model, batch, hidden),
-        _stack_rows(stack, batch, embeds=hidden is None),
-        layers,
-        records,
-        compiled_threads(),
-        slots,
-    )
+    embeds = stack.embeds and hidden is None
+    states: torch.Tensor | None = None
+    if not embeds:
+        # A copy in float32, because the stack overwrites its input.
+        states = torch.empty(len(batch.ids), model.hidden_size)
+        states.copy_(model.embed(batch) if hidden is None else hidden)
+    rows = rows_of(batch, embeds=embeds)
+    found, counts = stack.run(states, rows, layers, records, compiled_threads(), slots)
     # PackedModel.outputs takes float32 too, and layers that run one by one with slots
     # round nothing in between.
     is_last = layers.stop == len(model.layers)
-    return states if is_last or slots else states.to(model.dtype), counts.attention_seconds
+    return found if is_last or slots else found.to(model.dtype), counts.attention_seconds
 
 
 def attention_context(

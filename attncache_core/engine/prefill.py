@@ -100,12 +100,14 @@ class PrefillEngine:
     pair_scores: PairScores = field(init=False)
     blending: Blending = field(init=False)
     runner: Runner = field(init=False)
-    _reuse_off: list[str] = field(init=False, default_factory=list)
+    # Reasons why reuse is off although a database is set; empty if reuse is on.
+    reuse_off: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         database = self.map_reuse.database if self.map_reuse else None
         decisions = Decisions(self.checkpoint, self.model, self.tokenizer, self.classifier, database)
         made = {
+            "reuse_off": self.map_reuse.reuse_off if self.map_reuse else [],
             "decisions": decisions,
             "pair_scores": PairScores(self.checkpoint, decisions, self.tokenizer),
             "blending": Blending(self.key_values, self.key_values_off, decisions.label_tokens),
@@ -485,11 +487,6 @@ class PrefillEngine:
     def map_reuse(self) -> MapReuse | None:
         """The strategy, if it reuses the attention maps of a database."""
         return self.strategy if isinstance(self.strategy, MapReuse) else None
-
-    @property
-    def reuse_off(self) -> list[str]:
-        """Reasons why reuse is off although a database is set; empty if reuse is on."""
-        return self.map_reuse.reuse_off if self.map_reuse else self._reuse_off
 
     def open_gate(self, gate: BlendGate, path: Path | None = None) -> None:
         """Blend chunks as a gate allows from now on. path: its file, in which tightening is kept.

@@ -174,7 +174,7 @@ class Runner:
         batch = self._packed(requests, share).on(self.model.device)
         try:
             strategy = None if share else self.strategy
-            allowed = self._may_reuse(requests)[batch.order]
+            allowed = np.array([request.takes_maps for request in requests])[batch.order]
             reads_hidden = any(request.reads_more for request in requests)
             done = forward_pass(
                 self.model, batch, strategy, allowed, self.deciding, reads_hidden=reads_hidden
@@ -217,16 +217,9 @@ class Runner:
             states,
         )
 
-    def _may_reuse(self, requests: Sequence[PrefillRequest]) -> np.ndarray:
-        """Return whether each request may take maps from records, bool [requests]."""
-        return np.array([request.takes_maps for request in requests])
-
-    def _prompt_tokens(self, requests: Sequence[PrefillRequest]) -> list[int]:
-        plans = (request.sequence_plan for request in requests)
-        return [plan.prompt_tokens if plan else self.prompt_tokens for plan in plans]
-
     def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
-        prompt_tokens = self._prompt_tokens(requests)
+        plans = [request.sequence_plan for request in requests]
+        prompt_tokens = [plan.prompt_tokens if plan else self.prompt_tokens for plan in plans]
         sequences = [request.ids for request in requests]
         if not share:
             return pack(sequences, prompt_tokens)

@@ -9,13 +9,7 @@ import torch
 
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import PackedModel
-from attncache_core.text.prompts import Target
 from attncache_core.text.token_batch import TokenBatch
-
-
-def targets_of(request: PrefillRequest) -> Sequence[Target]:
-    """Return the targets of a request."""
-    return request.sequence_plan.targets if request.sequence_plan else ()
 
 
 def log_probabilities(
@@ -26,7 +20,8 @@ def log_probabilities(
     hidden: output of the last layer, [tokens, hidden]. requests: the sequences of the batch, in the caller's
     order.
     """
-    targets = [targets_of(request) for request in requests]
+    plans = [request.sequence_plan for request in requests]
+    targets = [plan.targets if plan else () for plan in plans]
     counts = [len(of_sequence) for of_sequence in targets]
     if not any(counts) or model.language_head is None:
         return None

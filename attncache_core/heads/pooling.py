@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -60,15 +59,10 @@ class Pooler:
             first = 0
             for count, run in groupby(skipped[group.sequences].tolist()):
                 stop = first + len(list(run))
-                parts.append(_pool_modes(vectors[first:stop], self.modes, count))
+                pooled = [_pool(vectors[first:stop], mode, count) for mode in self.modes]
+                parts.append(torch.cat(pooled, dim=1))
                 first = stop
         return torch.cat(parts)
-
-
-def _pool_modes(vectors: torch.Tensor, modes: Sequence[str], skipped: int) -> torch.Tensor:
-    """Pool [n, L, hidden] to [n, modes * hidden], without the first `skipped` tokens."""
-    pooled = [_pool(vectors, mode, skipped) for mode in modes]
-    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
 def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:

@@ -6,15 +6,16 @@ and the model then runs on the plain executor, layer by layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.layer import AttentionLayer, FeedForward, Network
 from attncache_core.models.linear import Linear, Norm
@@ -34,23 +35,34 @@ class NotCompiled(Exception):
     """A part of a model that the compiled stack does not have."""
 
 
-@runtime_checkable
-class CompiledOutputs(Protocol):
-    """Outputs that the compiled stack can make, up to the vectors of sequences."""
+class CompiledOutputs(ABC):
+    """Outputs of a norm and of pooling, which the compiled stack can make up to the vectors of sequences."""
 
-    finishes: bool  # whether `of_vectors` changes the vectors
+    def __init__(self, pool: Pooler, norm: nn.Module | Norm | None, *, finishes: bool) -> None:
+        """norm: of each token, before pooling. finishes: whether `of_vectors` changes the vectors."""
+        self._pool, self._norm, self.finishes = pool, norm, finishes
+        self._native: NativeNorm | None = None
+        if norm is not None:
+            weight = norm.weight if isinstance(norm, Norm) else next(norm.parameters())
+            self._dtype, self._native = weight.dtype, native_norm(norm, weight.device)
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what pooling reads from the last layer's output, [tokens, hidden]; float32 with a norm."""
+        if self._norm is None:
+            return hidden
+        return self._native(hidden) if self._native else self._norm(hidden.to(self._dtype)).float()
 
     def compiled(self) -> CompiledPooling:
-        """Return the pooling as data. Raises NotCompiled."""
-        ...
+        """Return norm and pooling as data. Raises NotCompiled."""
+        return CompiledPooling(self._pool.modes, compiled_norm(self._norm))
 
     def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
         """See Pooler.skipped."""
-        ...
+        return self._pool.skipped(lengths, prompt_tokens)
 
+    @abstractmethod
     def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return the rows that a caller receives, float32 [n, d], from pooled vectors, float32 [n, width]."""
-        ...
 
 
 def compiled_stack(

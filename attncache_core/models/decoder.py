@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +18,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.language import language_head
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import compiled_norm, native_norm
+from attncache_core.models.compiled import CompiledOutputs
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.experts import pack_networks
 from attncache_core.models.layer import (
@@ -36,7 +35,6 @@ from attncache_core.models.model import Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections, QueryKeyValue
 from attncache_core.models.rotary import LayerRotary
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.native.pooling import CompiledPooling
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -133,16 +131,13 @@ def feed_forward(module: nn.Module, config: Any) -> Network | ActivatedLinear:
     return ActivatedLinear(lambda x: network(x[None])[0], None)
 
 
-class _Outputs:
+class _Outputs(CompiledOutputs):
     """The outputs of a decoder: the last norm, then pooled embeddings or the logits of the last token."""
 
     def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pooler) -> None:
-        self._norm, self._score = norm, score
-        self._pool = pool if score is None else Pooler(("lasttoken",))
-        self.modes = self._pool.modes
-        self.finishes = score is not None or pool.head is not None
-        weight = next(norm.parameters())
-        self._dtype, self._native = weight.dtype, native_norm(norm, weight.device)
+        finishes = score is not None or pool.head is not None
+        super().__init__(pool if score is None else Pooler(("lasttoken",)), norm, finishes=finishes)
+        self._score, self.modes = score, self._pool.modes
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         if self._score is None:
@@ -150,24 +145,12 @@ class _Outputs:
         last = self.states(hidden[torch.from_numpy(batch.last_rows)])
         return Outputs(last, self.logits(last))
 
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See FinalStates."""
-        return self._native(hidden) if self._native else self._norm(hidden.to(self._dtype)).float()
-
     def logits(self, last: torch.Tensor) -> torch.Tensor | None:
         """See FinalStates."""
         return None if self._score is None else self._score(last.to(self._dtype)).float()
 
-    def compiled(self) -> CompiledPooling:
-        """See compiled.CompiledOutputs."""
-        return CompiledPooling(self.modes, compiled_norm(self._norm))
-
-    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
-        """See compiled.CompiledOutputs."""
-        return self._pool.skipped(lengths, prompt_tokens)
-
     def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See compiled.CompiledOutputs."""
+        """See CompiledOutputs."""
         logits = self.logits(vectors)
         return self._pool.finish(vectors) if logits is None else logits
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import compiled_norm, native_norm
+from attncache_core.models.compiled import CompiledOutputs
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.layer import (
     AttentionLayer,
@@ -32,7 +31,6 @@ from attncache_core.models.linear import Norm, packed
 from attncache_core.models.model import Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.native.pooling import CompiledPooling
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -70,37 +68,21 @@ def dense_head(classifier: Any | None) -> Head | None:
     return Head(lambda first: torch.tanh(classifier.dense(first)), classifier.out_proj)
 
 
-class EncoderOutputs:
+class EncoderOutputs(CompiledOutputs):
     """The outputs of an encoder: pooled embeddings, or the logits of its classification head."""
 
     def __init__(self, pool: Pooler, head: Head | None, norm: Norm | None = None) -> None:
         """norm: of each token, before pooling."""
-        self._pool = pool if head is None else head.pool
+        finishes = head is not None or pool.head is not None
+        super().__init__(pool if head is None else head.pool, norm, finishes=finishes)
         self._head = head
-        self._norm = norm
-        self._native = None if norm is None else native_norm(norm, norm.weight.device)
-        self.finishes = head is not None or pool.head is not None
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         """See PackedModel."""
         return self._finished(self._pool(self.states(hidden), batch))
 
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what pooling reads from the last layer's output, [tokens, hidden]."""
-        if self._norm is None:
-            return hidden
-        return self._native(hidden) if self._native else self._norm(hidden.to(self._norm.weight.dtype))
-
-    def compiled(self) -> CompiledPooling:
-        """See compiled.CompiledOutputs."""
-        return CompiledPooling(self._pool.modes, compiled_norm(self._norm))
-
-    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
-        """See compiled.CompiledOutputs."""
-        return self._pool.skipped(lengths, prompt_tokens)
-
     def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See compiled.CompiledOutputs."""
+        """See CompiledOutputs."""
         return self._finished(self._pool.finish(vectors)).rows
 
     def _finished(self, vectors: torch.Tensor) -> Outputs:

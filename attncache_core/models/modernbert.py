@@ -60,7 +60,7 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) 
         embed=embed,
         layers=layers,
         outputs=outputs,
-        token_states=lambda hidden: outputs.states(hidden).float(),
+        token_states=outputs.states,
     )
 
 

@@ -21,14 +21,10 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.prepacked import ACTIVATIONS, fused_linear, with_round_rows
 from attncache_core.native import products, rows
-from attncache_core.native.products import MatrixKind, PackedMatrix
+from attncache_core.native.products import MAX_LEVEL, MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
 
-# The signed 8-bit levels in use are -127 to 127.
-_LEVELS = 127
 # oneDNN's fast products need unsigned rows of x, so levels are stored with an offset of 128.
 _ZERO = 128
-# The smallest scale. A row of zeros has this scale, because scales are divisors.
-_MIN_SCALE = 1e-30
 # Number of inputs that share a step size in 4 bits.
 _GROUP = 32
 
@@ -44,13 +40,8 @@ class QuantizedLinear(ABC):
         """weight: [outputs, inputs], bias: [outputs] or None, both of the compute dtype."""
         self.outputs, self.inputs = weight.shape
         self._dtype = weight.dtype
-        self._bias = None if bias is None else bias.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias, [outputs]."""
-        return self._bias
 
     @property
     @abstractmethod
@@ -139,20 +130,11 @@ class WeightOnlyLinear(QuantizedLinear):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        return fused_linear(x, self._unpacked(), self._bias, self._activation, residual)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """See QuantizedLinear."""
-        return self._unpacked()
+        return fused_linear(x, self.weight, self.bias, self._activation, residual)
 
     @abstractmethod
     def _pack(self, weight: torch.Tensor) -> None:
         """Quantise and store the float32 weight."""
-
-    @abstractmethod
-    def _unpacked(self) -> torch.Tensor:
-        """Return the stored weight [outputs, inputs] in the compute dtype."""
 
 
 class Int8WeightOnlyLinear(WeightOnlyLinear):
@@ -161,7 +143,9 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
     def _pack(self, weight: torch.Tensor) -> None:
         self._levels, self._scales = quantize_rows(weight)
 
-    def _unpacked(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
         if self._kernel:
             return self._kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
         return (self._levels * self._scales[:, None]).to(self._dtype)
@@ -173,14 +157,16 @@ class Int4Linear(WeightOnlyLinear):
     def _pack(self, weight: torch.Tensor) -> None:
         groups = functional.pad(weight, (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
         least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
-        steps = ((greatest - least) / 15).clamp_(min=_MIN_SCALE).bfloat16()
+        steps = ((greatest - least) / 15).clamp_(min=MIN_SCALE).bfloat16()
         levels = ((groups - least[..., None]) / steps.float()[..., None]).round_().clamp_(0, 15)
         lower, upper = levels.to(torch.uint8).chunk(2, dim=2)
         # [outputs, groups, 16]: input i of a group in the low four bits, input i + 16 in the high four bits.
         self._levels = (lower | upper << 4).contiguous()
         self._steps = torch.stack([steps, least.bfloat16()], dim=2)  # [outputs, groups, 2]
 
-    def _unpacked(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
         if self._kernel:
             return self._kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
         levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
@@ -195,18 +181,6 @@ QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
 }
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
-
-    The element of a row with the largest absolute value becomes 127 or -127. Levels cannot represent NaN or
-    infinity, so the scale of a row with such an element is NaN, and every product with the row is NaN.
-    """
-    largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_SCALE)
-    levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
-    largest += largest - largest  # 0, or NaN
-    return levels, largest[:, 0] / _LEVELS
-
-
 @cache
 def int8_products_are_exact() -> bool:
     """Return whether products of 8-bit integers are exact on this processor.
@@ -216,11 +190,11 @@ def int8_products_are_exact() -> bool:
     """
     x = torch.full((64, 256), 255, dtype=torch.uint8)
     try:
-        weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), _LEVELS, dtype=torch.int8), None)
+        weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), MAX_LEVEL, dtype=torch.int8), None)
         product = _int8_product(x, weight, torch.ones(64), torch.zeros(64, dtype=torch.int32))
     except (AttributeError, RuntimeError):
         return False
-    return bool((product == 256 * _LEVELS * (255 - _ZERO)).all())
+    return bool((product == 256 * MAX_LEVEL * (255 - _ZERO)).all())
 
 
 def _int8_product(

@@ -17,8 +17,10 @@ from attncache_core import native
 # The activations and their numbers in rows.h.
 ACTIVATION_NUMBERS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-# The signed 8-bit levels of weights are -127 to 127.
-_MAX_LEVEL = 127
+# The signed 8-bit levels in use are -127 to 127.
+MAX_LEVEL = 127
+# The smallest scale. A row of zeros has this scale, because scales are divisors.
+MIN_SCALE = 1e-30
 _ALIGNMENT = 64
 
 
@@ -117,7 +119,7 @@ class PackedMatrix:
         if kind is MatrixKind.LEVELS:
             weight = weight.float()
             weight = weight if self._smoothing is None else weight / self._smoothing
-            levels, scales = round_rows(weight)
+            levels, scales = quantize_rows(weight)
             self._scales, self._sums = self._padded(scales), self._padded(levels.sum(1, dtype=torch.int32))
             weight = levels
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
@@ -221,11 +223,13 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return levels int8 [outputs, inputs] and scales float32 [outputs] with weight ~ levels * scales.
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
 
-    The number of a row with the largest absolute value becomes 127 or -127.
+    The element of a row with the largest absolute value becomes 127 or -127. Levels cannot represent NaN or
+    infinity, so the scale of a row with such an element is NaN, and every product with the row is NaN.
     """
-    largest = weight.abs().amax(dim=1).clamp_(min=1e-30)
-    levels = (weight * (_MAX_LEVEL / largest)[:, None]).round_().to(torch.int8)
-    return levels, largest / _MAX_LEVEL
+    largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=MIN_SCALE)
+    levels = (x * (MAX_LEVEL / largest)).round_().to(torch.int8)
+    largest += largest - largest  # 0, or NaN
+    return levels, largest[:, 0] / MAX_LEVEL

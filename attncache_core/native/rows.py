@@ -11,9 +11,8 @@ from functools import cache
 import torch
 
 from attncache_core import native
+from attncache_core.native.products import ACTIVATION_NUMBERS
 
-# The activations and their numbers in rows.h.
-_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _QUANTIZE, _FINISH, _UNPACK_8_BITS, _UNPACK_4_BITS = range(4)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -69,11 +68,8 @@ class RowKernel:
         result = product if dtype == torch.float32 else torch.empty(product.shape, dtype=dtype)
         job = _job(_FINISH, result)
         job.scales = scales.data_ptr()
-        job.product, job.result, job.activation = (
-            product.data_ptr(),
-            result.data_ptr(),
-            _ACTIVATIONS[activation],
-        )
+        job.product, job.result = product.data_ptr(), result.data_ptr()
+        job.activation = ACTIVATION_NUMBERS[activation]
         if bias is not None:
             job.bias = bias.data_ptr()
         if residual is not None:

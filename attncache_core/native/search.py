@@ -134,12 +134,8 @@ class NativeSearch:
         return features, records, similarities
 
 
-class KindCurve(NamedTuple):
-    """When records of one kind may serve; see KindPolicy of reuse/maps/policy.py."""
-
-    threshold: float
-    similarities: Sequence[float]
-    damages: Sequence[float]
+# When records of one kind may serve: the fields of KindPolicy of reuse/maps/policy.py.
+KindCurve = tuple[float, Sequence[float], Sequence[float]]
 
 
 class NativePolicy:
@@ -153,11 +149,11 @@ class NativePolicy:
         self._bounds = np.array(bounds, np.int64)
         self._policies = (_KindPolicy * (KINDS * len(groups)))()
         self._kept = []
-        for at, curve in enumerate(curve for kinds in groups for curve in kinds):
-            points = np.array([curve.similarities, curve.damages], np.float64)
+        for at, (threshold, *curve) in enumerate(curve for kinds in groups for curve in kinds):
+            points = np.array(curve, np.float64)
             self._kept.append(points)
             first, count = address(points), points.shape[1]
-            self._policies[at] = _KindPolicy(first, first + 8 * count, count, curve.threshold)
+            self._policies[at] = _KindPolicy(first, first + 8 * count, count, threshold)
         self._job = _Choice(
             policies=ctypes.addressof(self._policies), bounds=address(self._bounds), policy_count=len(groups)
         )

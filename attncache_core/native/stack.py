@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +46,8 @@ class ReusedRecords:
     refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
 
 
-@dataclass(frozen=True)
-class TreePooling:
-    """The sequences of trees that are pooled, and the states that are kept; see states.h.
+class TreePooling(NamedTuple):
+    """The sequences of trees that are pooled, and the states that are kept, in the order of states.h.
 
     A state, float32 [5, width], is what every pooling needs to know of some tokens; see heads/running.py.
     """
@@ -165,17 +165,9 @@ class _TreePooling(ctypes.Structure):
     @classmethod
     def of(cls, pooling: TreePooling) -> _TreePooling:
         """Return the structure, which does not keep the arrays."""
-        arrays = (
-            pooling.parents,
-            pooling.ends,
-            pooling.lengths,
-            pooling.given,
-            pooling.kept_rows,
-            pooling.kept,
-        )
         assert len(pooling.ends) == len(pooling.lengths) == len(pooling.given)
         assert len(pooling.kept_rows) == len(pooling.kept)
-        return cls(*map(address, arrays), len(pooling.ends), len(pooling.kept))
+        return cls(*map(address, pooling), len(pooling.ends), len(pooling.kept))
 
 
 class CompiledStack:
@@ -261,13 +253,8 @@ class CompiledStack:
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
         assert hidden.shape == (count, self._width)
-        job = self._job_of(rows, layers, threads or torch.get_num_threads())
+        job = self._job_of(rows, layers, threads or torch.get_num_threads(), records, slots)
         job.hidden = hidden.data_ptr()
-        if rows.trees is not None:
-            self._set_trees(job, rows)
-        if len(records.addresses):
-            self._set_records(job, rows, records)
-        self._set_slots(job, rows, slots)
         return hidden, self._run_job(job, rows)
 
     def vectors(
@@ -284,19 +271,15 @@ class CompiledStack:
         written; None: nobody reads it. Raises IndexError as `run` does.
         """
         assert self._layout.pooling is not None
-        job = self._job_of(rows, range(len(self._layout.starts) - 1), threads)
+        job = self._job_of(rows, range(len(self._layout.starts) - 1), threads, records, slots)
         if hidden is not None:
             assert hidden.shape == (rows.offsets[-1], self._width)
             job.hidden = hidden.data_ptr()
         count = job.count
         if rows.trees is not None:
             assert rows.pooling is not None
-            self._set_trees(job, rows)
             trees = _TreePooling.of(rows.pooling)
             job.tree_pooling, count = ctypes.addressof(trees), trees.count
-        if len(records.addresses):
-            self._set_records(job, rows, records)
-        self._set_slots(job, rows, slots)
         shape = count, self._layout.pooling.modes * self._width
         pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
         pooling = PoolingFields.from_buffer_copy(self._layout.pooling)
@@ -304,14 +287,18 @@ class CompiledStack:
         job.pooling = ctypes.addressof(pooling)
         return pooled, self._run_job(job, rows)
 
-    def _job_of(self, rows: StackRows, layers: range, threads: int) -> _Job:
-        """Return a job of these layers for these rows, which must outlive the job."""
+    def _job_of(
+        self,
+        rows: StackRows,
+        layers: range,
+        threads: int,
+        records: ReusedRecords,
+        slots: KeyValueSlots | None,
+    ) -> _Job:
+        """Return a job of these layers for these rows; rows, records and slots must outlive the job."""
         job = _Job.from_buffer_copy(self._job)
-        job.first, job.last, job.threads = (
-            self._layout.starts[layers.start],
-            self._layout.starts[layers.stop],
-            threads,
-        )
+        job.first, job.last = self._layout.starts[layers.start], self._layout.starts[layers.stop]
+        job.threads = threads
         job.offsets, job.count = address(rows.offsets), len(rows.offsets) - 1
         if rows.ids is not None:
             assert self._layout.embedding is not None
@@ -323,6 +310,11 @@ class CompiledStack:
         if rows.positions is not None:
             assert len(rows.positions) == rows.offsets[-1]
             job.positions = address(rows.positions)
+        if rows.trees is not None:
+            self._set_trees(job, rows)
+        if len(records.addresses):
+            self._set_records(job, rows, records)
+        self._set_slots(job, rows, slots)
         return job
 
     def _run_job(self, job: _Job, rows: StackRows) -> Counts:

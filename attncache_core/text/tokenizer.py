@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from itertools import groupby, takewhile
-from typing import overload
+from typing import TypeVar, overload
 
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -388,28 +388,19 @@ class TextTokenizer:
         return len(encoded.ids) - sum(encoded.special_tokens_mask[-1:])
 
 
-@overload
-def continued(
-    sequences: Iterable[list[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
-) -> list[list[int]]: ...
-
-
-@overload
-def continued(
-    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
-) -> Sequence[Sequence[int]]: ...
+Ids = TypeVar("Ids", bound=Sequence[int])
 
 
 def continued(
-    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
-) -> Sequence[Sequence[int]]:
+    sequences: Iterable[Ids], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
+) -> list[Ids | list[int]]:
     """Return each sequence of token ids once per plan, followed by the plan's continuation.
 
     Raises InputTooLong, before the following sequences are read, if the result has more than
     `max_total_tokens` tokens.
     """
     continuation_tokens = sum(len(plan.continuation) for plan in plans)
-    read: list[Sequence[int]] = []
+    read: list[Ids] = []
     tokens = 0  # of the result; every plan repeats a sequence
     for ids in sequences:
         tokens += len(plans) * len(ids) + continuation_tokens

@@ -89,7 +89,7 @@ def test_a_batch_that_failed_leaves_its_mappings_to_the_next_batch(strategy):
 
 def test_records_that_cannot_be_mapped_are_an_error(strategy, monkeypatch):
     segment = strategy.database.search.store.segments[7]
-    monkeypatch.setattr(type(segment), "records_start", 17)  # no multiple of a page
+    monkeypatch.setattr(segment, "records_start", 17)  # no multiple of a page
     with pytest.raises(OSError, match="cannot be mapped") as caught:
         segment.addresses(np.array([1]))
     assert caught.value.filename == str(segment.path)

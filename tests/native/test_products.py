@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_formulas import BFLOAT16, CANARY, threads
 
 from attncache_core.models.prepacked import ACTIVATIONS
-from attncache_core.native.products import MatrixKind, PackedMatrix, has_pairs, round_rows
+from attncache_core.native.products import MatrixKind, PackedMatrix, has_pairs, quantize_rows
 
 # The error of sums of 70 products in float32 and of an activation, relative to the sum of the absolute values
 # of all terms; the largest error seen is 1e-6.
@@ -52,7 +52,7 @@ def plain_product(kind, weight, x, smoothing):
     """Return x @ weight.T and |x| @ |weight|.T as this kind of matrix rounds their numbers, in float64."""
     if kind is MatrixKind.LEVELS:
         levels, scales, zeros = levels_of(x, smoothing)
-        weight_levels, of_weight = round_rows(
+        weight_levels, of_weight = quantize_rows(
             weight.float() if smoothing is None else weight.float() / smoothing
         )
         whole = torch.from_numpy(levels - zeros[:, None])
@@ -230,7 +230,7 @@ def test_weight_and_bias_come_back(kernel, kind, dtype):
         assert torch.equal(packed.bias, bias.float())
         found = packed.weight.float()
         if kind is MatrixKind.LEVELS:
-            levels, scales = round_rows(weight.float())
+            levels, scales = quantize_rows(weight.float())
             assert torch.equal(found, levels * scales[:, None])
             assert levels.abs().amax(dim=1).eq(127).all()
             assert ((found - weight.float()).abs() <= 0.501 * scales[:, None]).all()

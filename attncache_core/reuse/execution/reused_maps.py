@@ -124,7 +124,7 @@ class HitRecords(ReusedMaps):
             self._addresses,
             layout.dtype,
             layout.form is MapForm.PACKED,
-            layout.heads_before_layers,
+            layout.heads_before,
             self.refitted,
         )
 
@@ -137,7 +137,7 @@ class HitRecords(ReusedMaps):
             return
         if self._kernel and self._kernel.supports(value):
             layout = self._layout
-            addresses = self._addresses + 2 * layout.heads_before(number) * self._cells
+            addresses = self._addresses + 2 * layout.heads_before[number] * self._cells
             packed = layout.form is MapForm.PACKED
             self._kernel.apply_maps(
                 addresses, layout.dtype, self._runs, value, self._offsets, context, packed=packed

@@ -11,14 +11,17 @@ All integers are little-endian. Every byte of the file is covered by a checksum.
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from itertools import accumulate
+from typing import NamedTuple
 
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockName
 
@@ -147,6 +150,29 @@ class BlockFormat:
     def _numbers(self, code: str) -> str:
         """Return the struct format of one number per part."""
         return f"<{len(self.part_sizes)}{code}"
+
+
+class TierCounts(NamedTuple):
+    """What a tier has done since it was created. Other processes and machines count for themselves."""
+
+    evictions: int = 0  # blocks removed because the tier was full
+    failures: int = 0  # questions for blocks that were not answered in time, or not asked after a failure
+    damaged: int = 0  # times that a file was not the whole, unchanged block of its name
+    failed_writes: int = 0  # blocks that were not taken: no space, or an error
+    written_bytes: int = 0
+    read_bytes: int = 0  # of parts that were read and found unchanged
+
+
+class TierCounter:
+    """The counts of one tier. Any thread may add to them."""
+
+    def __init__(self) -> None:
+        self._counting = threading.Lock()
+        self.counts = TierCounts()
+
+    def _count(self, more: TierCounts) -> None:
+        with self._counting:
+            self.counts = TierCounts(*map(operator.add, self.counts, more))
 
 
 class OpenBlock:

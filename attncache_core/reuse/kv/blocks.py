@@ -10,8 +10,7 @@ it computes, the salt, and the tokens that pooling leaves out.
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -44,39 +43,9 @@ def root_key(fingerprint: bytes, salt: bytes, skipped: int = 0) -> bytes:
     return hashlib.sha256(b"%d %d " % (skipped, len(salt)) + salt + fingerprint).digest()
 
 
-def token_bytes(ids: Sequence[int]) -> bytes:
-    """Return token ids as in BlockName.tokens."""
-    return array("i", ids).tobytes()
-
-
 def child(parent: bytes, tokens: bytes) -> BlockName:
     """Return the name of the block that holds `tokens` behind the block or root with key `parent`."""
     return BlockName(hashlib.sha256(parent + tokens).digest(), parent, tokens)
-
-
-class Chain(NamedTuple):
-    """A sequence as blocks. Only the last block may hold fewer than BLOCK_TOKENS."""
-
-    root: bytes  # see root_key
-    tokens: bytes  # see token_bytes
-    names: list[BlockName]  # of all blocks
-
-
-NO_CHAIN = Chain(b"", b"", [])
-
-
-def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
-    """Return a sequence as blocks. The names of whole blocks that `like` has too are taken from it."""
-    size = BLOCK_TOKENS * TOKEN_BYTES
-    names: list[BlockName] = []
-    if like.root == root:
-        maximum = min(len(tokens), len(like.tokens)) // size
-        names = like.names[: common_front(maximum, lambda end: tokens.startswith(like.tokens[: end * size]))]
-    parent = names[-1].key if names else root
-    for first in range(len(names) * size, len(tokens), size):
-        names.append(child(parent, tokens[first : first + size]))
-        parent = names[-1].key
-    return Chain(root, tokens, names)
 
 
 def common_front(maximum: int, begins_alike: Callable[[int], bool]) -> int:

@@ -101,7 +101,7 @@ def _cost_per_hour(capacity_bytes: int, price: float | None) -> float | None:
 class DistinctSessions:
     """Count the distinct sessions of the last `window_seconds`: the current value of DSpUT.
 
-    It holds one entry per counted session, and counts no more than MOST sessions. The class is not
+    It holds one entry per counted session, and counts no more than MAX sessions. The class is not
     thread-safe.
     """
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import operator
 import os
 import re
 import secrets
 import stat
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -32,7 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock
+from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock, TierCounter, TierCounts
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.runtime.files import PRIVATE
 
@@ -46,16 +44,6 @@ _LOCK_POLL_SECONDS = 0.002
 _USAGE = struct.Struct("<q")
 _UNFINISHED = ".unfinished"
 _BLOCK_FILE = re.compile(r"([0-9a-f]{64})\.kv")
-
-
-class DiskCounts(NamedTuple):
-    """What a tier has done since it was created. Other processes and tiers count for themselves."""
-
-    evictions: int = 0  # blocks removed because the tier was full
-    damaged: int = 0  # times that a file was not the whole, unchanged block of its name
-    failed_writes: int = 0  # blocks without space on the disk or under the limit, or with an error
-    written_bytes: int = 0
-    read_bytes: int = 0  # of parts that were read and found unchanged
 
 
 class _Usage:
@@ -78,7 +66,7 @@ class _Listed(NamedTuple):
     size: int  # bytes
 
 
-class DiskTier:
+class DiskTier(TierCounter):
     """A folder of blocks that all have parts of the same sizes.
 
     folder: is created if it is missing, and made private to its owner, because blocks hold token ids.
@@ -101,12 +89,11 @@ class DiskTier:
         eviction: Literal["lru", "fifo"] = "lru",
         protected: Callable[[], Container[bytes]] = lambda: (),
     ) -> None:
+        super().__init__()
         self._folder, self._format = folder, BlockFormat(tuple(part_sizes))
         self.most_bytes = most_bytes
         self._max_bytes = most_bytes - _USAGE.size
         self._touches, self._protected = eviction == "lru", protected
-        self._counting = threading.Lock()
-        self.counts = DiskCounts()
         # Blocks in the order of eviction. The list is used only while the lock of `usage` is held.
         self._oldest: deque[_Listed] = deque()
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -190,9 +177,9 @@ class DiskTier:
                 self._format.write(descriptor, name, parts, on_part)
                 self._finish(path, name.key)
         except OSError:
-            self._count(DiskCounts(failed_writes=1))
+            self._count(TierCounts(failed_writes=1))
             return False
-        self._count(DiskCounts(written_bytes=self._format.file_bytes))
+        self._count(TierCounts(written_bytes=self._format.file_bytes))
         return True
 
     def remove(self, key: bytes) -> None:
@@ -231,17 +218,12 @@ class DiskTier:
 
     def _drop_damaged(self, key: bytes) -> None:
         """Count and remove a damaged block."""
-        self._count(DiskCounts(damaged=1))
+        self._count(TierCounts(damaged=1))
         with suppress(OSError):
             self.remove(key)
 
     def _count_read(self, count: int) -> None:
-        self._count(DiskCounts(read_bytes=count))
-
-    def _count(self, more: DiskCounts) -> None:
-        """Add to the counts."""
-        with self._counting:
-            self.counts = DiskCounts(*map(operator.add, self.counts, more))
+        self._count(TierCounts(read_bytes=count))
 
     @contextmanager
     def _locked(self) -> Iterator[_Usage]:
@@ -327,7 +309,7 @@ class DiskTier:
                 used, evictions = used - block.size, evictions + 1
         self._oldest.extendleft(reversed(kept))
         usage.set(used)
-        self._count(DiskCounts(evictions=evictions))
+        self._count(TierCounts(evictions=evictions))
 
     def _remove_unused(self, block: _Listed) -> bool:
         """Remove a block unless it was used after the last scan; return whether the block was removed.

@@ -49,8 +49,8 @@ class EvictionPolicy(ABC, Generic[Item]):
         """
 
 
-class _ByAge(EvictionPolicy[Item]):
-    """Evict the oldest item first; a subclass decides what makes an item young again."""
+class Lru(EvictionPolicy[Item]):
+    """Evict the least recently used item first. An item that was never used is as old as its addition."""
 
     def __init__(self) -> None:
         self._oldest_first: OrderedDict[Item, None] = OrderedDict()
@@ -59,9 +59,15 @@ class _ByAge(EvictionPolicy[Item]):
         return item in self._oldest_first
 
     def added(self, item: Item) -> None:
+        """Record that the tier now holds `item`."""
         self._oldest_first.setdefault(item)
 
+    def used(self, item: Item) -> None:
+        """Make `item` the youngest item. Raises KeyError if the tier does not hold the item."""
+        self._oldest_first.move_to_end(item)
+
     def removed(self, item: Item) -> None:
+        """Record that `item` left the tier. Raises KeyError if the tier does not hold the item."""
         del self._oldest_first[item]
 
     def expect(self, upcoming: Sequence[Item]) -> None:
@@ -72,15 +78,7 @@ class _ByAge(EvictionPolicy[Item]):
         return _first_unpinned(self._oldest_first, pinned)
 
 
-class Lru(_ByAge[Item]):
-    """Evict the least recently used item first. An item that was never used is as old as its addition."""
-
-    def used(self, item: Item) -> None:
-        """Make `item` the youngest item. Raises KeyError if the tier does not hold the item."""
-        self._oldest_first.move_to_end(item)
-
-
-class Fifo(_ByAge[Item]):
+class Fifo(Lru[Item]):
     """Evict the item first that has been in the tier for the longest time."""
 
     def used(self, item: Item) -> None:

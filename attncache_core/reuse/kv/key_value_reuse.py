@@ -1,18 +1,26 @@
 """KeyValueReuse: the reuse of keys and values for one model, as an engine uses it.
 
-a sequence, and what is read from it -> PrefixKey: its blocks behind a root, and how many may be given
+    a sequence, and what is read from it -> PrefixKey: its blocks behind a root, and how many may be given
+    a sequence, and the tokens to keep   -> blocks with the slots of these tokens, behind a root of their own
+
+Keys are stored before their rotation, so the slot of a token that is kept can be used at any position
+(CachedAttention, section 3.4). The result approximates the sequence of the kept tokens: in every layer but
+the first, a kept token was computed with the dropped tokens in front of it. So truncated blocks have a salt
+of their own, and never stand for the blocks of any text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
+import numpy as np
+
 from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.reuse.kv.blocks import NO_CHAIN, root_key
-from attncache_core.reuse.kv.memory import PrefixKey
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
+from attncache_core.reuse.kv.memory import Block, PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 from attncache_core.text.prompts import SequencePlan
 
 # So many roots are remembered: of the last salts and prompts.
@@ -32,11 +40,12 @@ class KeyValueReuse:
         """
         self.store = store
         self.approximation: str | None = None  # why given keys and values may not be exact
-        self._reads_last = set(pooling.modes) == {"lasttoken"}
-        self._skips = not pooling.include_prompt and not self._reads_last
+        self.reads_last = set(pooling.modes) == {"lasttoken"}  # outputs read the last token only
+        self._skips = not pooling.include_prompt and not self.reads_last
         self._prompt_tokens = prompt_tokens
         self._root_key = lru_cache(_ROOTS)(partial(root_key, fingerprint))
-        self._last = NO_CHAIN  # the sequence that was named last; the next one often begins alike
+        # The sequence that was named last; the next one often begins alike.
+        self._last: PrefixKey | None = None
 
     def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes, *, passing: int = 0
@@ -53,13 +62,8 @@ class KeyValueReuse:
 
     def _named(self, salt: bytes, skipped: int, ids: Sequence[int], max_given: int) -> PrefixKey:
         named = PrefixKey.of(self._root_key(salt, skipped), ids, max_given, self._last)
-        self._last = named.chain
+        self._last = named
         return named
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether outputs read the last token only."""
-        return self._reads_last
 
     def whole(self, ids: Sequence[int], salt: bytes) -> PrefixKey:
         """Return how token ids are looked up that may all be given. Only if outputs read the last token."""
@@ -87,8 +91,57 @@ class KeyValueReuse:
         of the kept tokens is not stored. ids, plan, salt, passing: as for `prefix_key`.
         """
         source = self.prefix_key(ids, plan, salt, passing=passing)
-        if not kept or not self._reads_last:
+        if not kept or not self.reads_last:
             return None
         kept_salt = truncated_salt(source, kept)
         stored = store_truncated(self.store, source, kept, lambda ids: self.whole(ids, kept_salt))
         return kept_salt if stored else None
+
+
+def truncated_salt(prefix_key: PrefixKey, positions: Sequence[int]) -> bytes:
+    """Return the salt of the tokens of a sequence at these positions."""
+    kept = np.asarray(positions, dtype="<i8").tobytes()
+    # No salt of a client begins with this byte, because clients send UTF-8.
+    return b"\xff" + hashlib.sha256(prefix_key.root + prefix_key.tokens + kept).digest()
+
+
+def store_truncated(
+    store: KeyValueStore,
+    prefix_key: PrefixKey,
+    positions: Sequence[int],
+    prefix_key_with: Callable[[Sequence[int]], PrefixKey],
+) -> bool:
+    """Store the keys and values of the tokens of a sequence at `positions` (rising) as another sequence.
+
+    prefix_key_with: returns how a sequence of token ids is looked up under the salt of `truncated_salt`.
+    Returns False, and stores nothing, unless all the tokens are stored.
+    """
+    store.fetch(prefix_key)
+    if store.lookup(prefix_key).memory <= positions[-1]:
+        return False  # before places are reserved for what is not stored
+    source = store.begin([prefix_key], load=False)
+    try:
+        if source.given_tokens[0] <= positions[-1]:
+            return False
+        ids = np.frombuffer(prefix_key.tokens, dtype="<i4")[positions].tolist()
+        target = store.begin([prefix_key_with(ids)], load=False)
+        try:
+            for block, _, first in target.new:
+                kept = positions[first : first + block.name.length]
+                _copy(store, source.given[0], kept, block)
+            store.finish(target)
+        finally:
+            store.abandon(target)
+        return True
+    finally:
+        store.abandon(source)
+
+
+def _copy(store: KeyValueStore, blocks: Sequence[Block], positions: Sequence[int], block: Block) -> None:
+    """Fill a block with the slots of tokens at these positions. Its pooled state is unknown."""
+    pool = store.memory.pool
+    to = pool.slots(block.place)
+    for at, position in enumerate(positions):
+        source = pool.slots(blocks[position // BLOCK_TOKENS].place)
+        to[:, at] = source[:, position % BLOCK_TOKENS]
+    pool.state(block.place)[:] = np.nan

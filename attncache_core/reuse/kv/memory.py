@@ -5,6 +5,7 @@ Not thread safe: the store calls it under its lock.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,11 @@ from typing import NamedTuple
 
 from attncache_core.reuse.kv.blocks import (
     BLOCK_TOKENS,
-    NO_CHAIN,
     TOKEN_BYTES,
     BlockLayout,
     BlockName,
-    Chain,
-    chain,
     child,
     common_front,
-    token_bytes,
 )
 from attncache_core.reuse.kv.eviction import EvictionPolicy
 from attncache_core.reuse.kv.pool import BlockPool
@@ -30,23 +27,26 @@ class PrefixKey(NamedTuple):
     """A sequence whose blocks are looked up and kept."""
 
     root: bytes  # see blocks.root_key
-    tokens: bytes  # the tokens whose blocks are kept; see blocks.token_bytes
+    tokens: bytes  # the tokens whose blocks are kept, as in BlockName.tokens
     max_given: int  # tokens at the front that may be given
-    names: list[BlockName]  # of all blocks of `tokens`
+    names: list[BlockName]  # of all blocks of `tokens`; only the last one may hold fewer than BLOCK_TOKENS
 
     @classmethod
-    def of(cls, root: bytes, ids: Sequence[int], max_given: int, like: Chain = NO_CHAIN) -> PrefixKey:
+    def of(cls, root: bytes, ids: Sequence[int], max_given: int, like: PrefixKey | None = None) -> PrefixKey:
         """Return how a sequence of token ids is looked up behind a root.
 
-        like: another sequence, which may begin with the same blocks.
+        like: another sequence. The names of whole blocks that both begin with are taken from it.
         """
-        made = chain(root, token_bytes(ids), like)
-        return cls(root, made.tokens, min(max_given, len(ids)), made.names)
-
-    @property
-    def chain(self) -> Chain:
-        """The sequence as blocks."""
-        return Chain(self.root, self.tokens, self.names)
+        tokens, size = array("i", ids).tobytes(), BLOCK_TOKENS * TOKEN_BYTES
+        names: list[BlockName] = []
+        if like is not None and like.root == root:
+            before, maximum = like.tokens, min(len(tokens), len(like.tokens)) // size
+            names = like.names[: common_front(maximum, lambda end: tokens.startswith(before[: end * size]))]
+        parent = names[-1].key if names else root
+        for first in range(len(names) * size, len(tokens), size):
+            names.append(child(parent, tokens[first : first + size]))
+            parent = names[-1].key
+        return cls(root, tokens, min(max_given, len(ids)), names)
 
     def common_blocks(self, other: PrefixKey, maximum: int) -> int:
         """Return how many of the first `maximum` blocks have one name object in both sequences."""

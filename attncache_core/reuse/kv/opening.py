@@ -120,15 +120,16 @@ def block_layout(model: PackedModel) -> BlockLayout:
     if any(layer.reused_heads for layer in model.layers):
         raise NotReusable("the model is loaded for the attention maps of a database")
     if model.stack is not None:
-        if model.stack.slot_bytes is None:
-            raise NotReusable("layers have keys and values of different sizes")
-        return BlockLayout(len(model.layers), model.stack.slot_bytes, model.hidden_size)
-    one, position = torch.zeros(1, model.hidden_size, dtype=model.dtype), torch.zeros(1, dtype=torch.int64)
-    slots = [layer.projections.query_and_slots(one, position)[1] for layer in model.layers]
-    sizes = {slot.shape[1] * slot.element_size() for slot in slots}
-    if len(sizes) > 1:
+        slot_bytes = model.stack.slot_bytes
+    else:
+        one = torch.zeros(1, model.hidden_size, dtype=model.dtype)
+        position = torch.zeros(1, dtype=torch.int64)
+        slots = [layer.projections.query_and_slots(one, position)[1] for layer in model.layers]
+        sizes = {slot.shape[1] * slot.element_size() for slot in slots}
+        slot_bytes = sizes.pop() if len(sizes) == 1 else None
+    if slot_bytes is None:
         raise NotReusable("layers have keys and values of different sizes")
-    return BlockLayout(len(model.layers), sizes.pop(), model.hidden_size)
+    return BlockLayout(len(model.layers), slot_bytes, model.hidden_size)
 
 
 def values_fingerprint(

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from attncache_core.native.pooling import address
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 
 
@@ -26,7 +27,7 @@ class BlockPool:
         with suppress(OSError):  # a kernel without large pages refuses
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._first: int = self._bytes.__array_interface__["data"][0]
+        self._first = address(self._bytes)
         self._free: list[int] = []
         self._never_used = 0  # places from here on were never taken
 

@@ -12,15 +12,13 @@ Nothing fails because values cannot be had: a block that is not found, or is los
 
 from __future__ import annotations
 
-import operator
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock
+from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, TierCounter, TierCounts
 from attncache_core.reuse.kv.blocks import BlockName
 
 # A batch waits no longer for blocks that it has begun with.
@@ -61,26 +59,15 @@ class BlockValues(Protocol):
         """End all connections."""
 
 
-class RemoteCounts(NamedTuple):
-    """What a tier has done since it was created. Other machines count for themselves."""
-
-    failures: int = 0  # questions for blocks that were not answered in time, or not asked after a failure
-    damaged: int = 0  # times that a value was not the whole, unchanged block of its name
-    failed_writes: int = 0  # blocks that were not taken
-    written_bytes: int = 0
-    read_bytes: int = 0  # of parts that were read and found unchanged
-
-
-class RemoteTier:
+class RemoteTier(TierCounter):
     """Blocks that all have parts of the same sizes, as values. All methods may be called by several threads.
 
     part_sizes: bytes of each part of a block, as for DiskTier.
     """
 
     def __init__(self, values: BlockValues, part_sizes: Sequence[int]) -> None:
-        self._values, self._format = values, BlockFormat(tuple(part_sizes))
-        self._counting = threading.Lock()
-        self.counts = RemoteCounts()
+        super().__init__()
+        self.values, self._format = values, BlockFormat(tuple(part_sizes))
 
     def open(self, names: Sequence[BlockName]) -> dict[bytes, RemoteBlock]:
         """Return the blocks that the tier has, by key, without their parts.
@@ -90,9 +77,9 @@ class RemoteTier:
         if not names:
             return {}
         try:
-            heads = self._values.heads([_value_name(name.key) for name in names], self._format.head_bytes)
+            heads = self.values.heads([name.key.hex() for name in names], self._format.head_bytes)
         except OSError:
-            self._count(RemoteCounts(failures=1))
+            self._count(TierCounts(failures=1))
             return {}
         until = time.monotonic() + _MAX_READ_SECONDS
         found = {}
@@ -120,57 +107,45 @@ class RemoteTier:
         parts: contiguous content of each part, of the tier's part sizes; nobody may change it meanwhile.
         seconds: let the block expire so long after now.
         """
-        value_name = _value_name(name.key)
+        value_name = name.key.hex()
         try:
-            if not self._values.contains(value_name):
-                self._values.put(value_name, self._format.encoded(name, parts), seconds)
-                self._count(RemoteCounts(written_bytes=self._format.file_bytes))
+            if not self.values.contains(value_name):
+                self.values.put(value_name, self._format.encoded(name, parts), seconds)
+                self._count(TierCounts(written_bytes=self._format.file_bytes))
         except OSError:
-            self._count(RemoteCounts(failed_writes=1))
+            self._count(TierCounts(failed_writes=1))
             return False
         return True
 
     def remove(self, key: bytes) -> None:
         """Remove a block if the tier has it. Raises OSError."""
-        self._values.remove(_value_name(key))
+        self.values.remove(key.hex())
 
     def clear(self) -> None:
         """Remove all blocks, of all machines. Raises OSError."""
-        self._values.clear()
-
-    def rest(self, reason: str) -> None:
-        """Ask nobody for blocks for some seconds."""
-        self._values.rest(reason)
-
-    def close(self) -> None:
-        """End all connections."""
-        self._values.close()
+        self.values.clear()
 
     def _read(self, name: BlockName, until: float) -> bytes:
         """Return the value of a block. Raises DamagedBlock if it is gone, or cannot be had in time."""
         try:
             if time.monotonic() > until:
                 raise TimeoutError
-            value = self._values.get(_value_name(name.key))
+            value = self.values.get(name.key.hex())
         except OSError as error:
-            self._count(RemoteCounts(failures=1))
+            self._count(TierCounts(failures=1))
             raise DamagedBlock("the block cannot be had") from error
         if value is None:
             raise DamagedBlock("the block is gone")
-        self._count(RemoteCounts(read_bytes=len(value)))
+        self._count(TierCounts(read_bytes=len(value)))
         return value
 
     def _drop_damaged(self, key: bytes) -> None:
         """Count and remove a damaged block."""
-        self._count(RemoteCounts(damaged=1))
+        self._count(TierCounts(damaged=1))
         try:
             self.remove(key)
         except OSError:
-            self._count(RemoteCounts(failures=1))
-
-    def _count(self, more: RemoteCounts) -> None:
-        with self._counting:
-            self.counts = RemoteCounts(*map(operator.add, self.counts, more))
+            self._count(TierCounts(failures=1))
 
 
 class RemoteBlock:
@@ -208,7 +183,3 @@ class RemoteBlock:
     def close(self) -> None:
         """Forget the value."""
         self._value = None
-
-
-def _value_name(key: bytes) -> str:
-    return key.hex()

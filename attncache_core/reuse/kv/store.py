@@ -25,8 +25,7 @@ from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
 from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
-from attncache_core.reuse.kv.saved import open_whole_blocks
-from attncache_core.reuse.kv.transfer import Loading, SavedBlock, Transfers
+from attncache_core.reuse.kv.transfer import Loading, SavedBlock, Transfers, open_whole_blocks
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
 _MAX_WAITING_SECONDS = 30.0

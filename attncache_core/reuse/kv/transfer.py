@@ -15,15 +15,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockName
 from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.quantized import Int8Slots
 from attncache_core.reuse.kv.remote import RemoteBlock, RemoteTier
 
@@ -88,11 +90,6 @@ class Loading:
             self.quantized.decode(part, saved, into)
 
     @property
-    def shared_tokens(self) -> int:
-        """The most tokens of the blocks that other machines have saved."""
-        return BLOCK_TOKENS * sum(block.is_read_whole for block, _ in self.blocks)
-
-    @property
     def part_bytes(self) -> int:
         """The bytes of all parts in memory."""
         return sum(part.nbytes for _, into in self.blocks for part in into)
@@ -103,7 +100,6 @@ class TransferCounts:
     """What was transferred since the start."""
 
     loaded_blocks: int = 0
-    load_seconds: float = 0.0
     stall_seconds: float = 0.0  # that batches waited for their last layers
     dropped_writes: int = 0  # blocks that did not fit into the write buffer
 
@@ -255,13 +251,15 @@ class Transfers:
         started = time.perf_counter()
         loading.run()
         seconds = time.perf_counter() - started
-        self.counts.load_seconds += seconds
-        tokens = 0 if loading.is_damaged else loading.shared_tokens
+        if loading.is_damaged:
+            return
+        self.counts.loaded_blocks += len(loading.blocks)
+        # The most tokens of the blocks that other machines have saved.
+        tokens = BLOCK_TOKENS * sum(block.is_read_whole for block, _ in loading.blocks)
         if self.remote is not None and 0 < tokens < seconds * self.prefill_speed:
-            self.remote.rest("to load blocks takes longer than to compute them")
-        if not (self.remote_speed or loading.is_damaged):
+            self.remote.values.rest("to load blocks takes longer than to compute them")
+        if not self.remote_speed:
             self._learn(loading, seconds)
-        self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
 
     def _learn(self, loading: Loading, seconds: float) -> None:
         """Learn from blocks that were loaded how fast other machines' blocks load, once they are enough."""
@@ -332,7 +330,48 @@ class Transfers:
         for thread in self._threads:
             thread.join()
         if self.remote is not None:
-            self.remote.close()
+            self.remote.values.close()
+
+
+def open_whole_blocks(
+    transfers: Transfers,
+    sequences: Sequence[PrefixKey],
+    claimed: Container[bytes],
+    memory: Container[bytes],
+    token_bytes: int | None,
+) -> tuple[dict[bytes, SavedBlock], list[list[BlockName]]]:
+    """Open the whole blocks at the front of sequences that are claimed and saved, by key.
+
+    Returns also, for each sequence, the names of the blocks of fewer tokens that may follow, the longest
+    first. claimed, memory: the keys of blocks. token_bytes: see Transfers.open.
+    """
+    found = transfers.open([_worth_opening(each, claimed, memory) for each in sequences], token_bytes)
+    opened: dict[bytes, SavedBlock] = {}
+    choices = []
+    for sequence in sequences:
+        parent, walked = sequence.root, 0
+        for name in sequence.names[: sequence.max_given // BLOCK_TOKENS]:
+            if name.key not in opened and name.key not in memory:
+                if (file := found.pop(name.key, None)) is None:
+                    break
+                opened[name.key] = file
+            parent, walked = name.key, walked + BLOCK_TOKENS
+        short = (sequence.short_block(parent, walked, length) for length in range(BLOCK_TOKENS - 1, 0, -1))
+        choices.append([name for name in short if name])
+    for file in found.values():
+        file.close()
+    return opened, choices
+
+
+def _worth_opening(
+    sequence: PrefixKey, claimed: Container[bytes], memory: Container[bytes]
+) -> list[BlockName]:
+    """Return the names of the claimed whole blocks at the front of a sequence."""
+    front = takewhile(
+        lambda name: name.key in claimed or name.key in memory,
+        sequence.names[: sequence.max_given // BLOCK_TOKENS],
+    )
+    return [name for name in front if name.key in claimed]
 
 
 def _measured_blocks(block_bytes: int) -> int:

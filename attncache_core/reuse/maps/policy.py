@@ -21,7 +21,7 @@ from pydantic import ConfigDict
 
 from attncache_core import native
 from attncache_core.heads.comparator import Measure
-from attncache_core.native.search import KindCurve, NativePolicy
+from attncache_core.native.search import NativePolicy
 from attncache_core.reuse.maps.info import BudgetInfo, GroupInfo, PolicyInfo
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -260,7 +260,7 @@ class ReusePolicy:
         kernel = native.kernel()
         if kernel is None:
             return None
-        curves = [[KindCurve(*astuple(group.kinds[kind])) for kind in RecordKind] for group in self.groups]
+        curves = [[astuple(group.kinds[kind]) for kind in RecordKind] for group in self.groups]
         return NativePolicy(kernel.library, self._bounds, curves)
 
     def group_index(self, length: int) -> int:

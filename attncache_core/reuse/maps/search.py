@@ -143,7 +143,8 @@ class SearchEngine(ReuseStrategy):
         served = []
         is_large = batch.offsets[-1] >= self.least_tokens
         for group in batch.groups():
-            if self.can_serve(group.length) and allowed[group.sequences].any():
+            held = self.store.may_serve(group.length) and self._has_records(group.length)
+            if held and allowed[group.sequences].any():
                 if is_large and self._pays(group.length):
                     served.append(group)
                 else:
@@ -173,10 +174,6 @@ class SearchEngine(ReuseStrategy):
         uncalibrated = length > self.policy.groups[-1].longest or length not in self.prototypes
         return uncalibrated or self.policy.group_of(length).searched
 
-    def can_serve(self, length: int) -> bool:
-        """Return whether records of this length exist, and the policy lets any of them serve."""
-        return self.store.may_serve(length) and self._has_records(length)
-
     def _are_cold(self, segment: Segment, records: np.ndarray) -> np.ndarray:
         """Return which records (int64 [n]) are not in memory and take longer to read than a hit saves.
 
@@ -188,6 +185,7 @@ class SearchEngine(ReuseStrategy):
         return segment.are_cold(records, saved * segment.length)
 
     def _has_records(self, length: int) -> bool:
+        """Return whether records of this length exist, and the policy lets any of them serve."""
         held = length in self.store.segments and (length in self.index or length in self.prototypes)
         return held and not self.policy.group_of(length).is_off
 

@@ -120,17 +120,13 @@ class VerifiedHits:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._all: dict[Window, deque[float]] = {}
-        self._new: dict[Window, deque[float]] = {}
-
-    @property
-    def new(self) -> Mapping[Window, Sequence[float]]:
-        """The fidelities of each window that were added since `restart_from`, oldest first."""
-        return self._new
+        # The fidelities of each window that were added since `restart_from`, oldest first.
+        self.new: dict[Window, deque[float]] = {}
 
     def restart_from(self, windows: Mapping[Window, Sequence[float]]) -> None:
         """Replace all fidelities by the fidelities that all servers found, including this one."""
         self._all = {window: deque(values, maxlen=WINDOW_HITS) for window, values in windows.items()}
-        self._new = {}
+        self.new = {}
 
     def add(self, window: Window, fidelities: Iterable[float]) -> Shortfall | None:
         """Add verified hits to a window, oldest first. Returns a Shortfall if the window fails the budget.
@@ -140,9 +136,9 @@ class VerifiedHits:
         """
         # Rounding can make a cosine larger than 1.
         added = np.clip(list(fidelities), -1.0, 1.0).tolist()
-        for windows in (self._all, self._new):
+        for windows in (self._all, self.new):
             windows.setdefault(window, deque(maxlen=WINDOW_HITS)).extend(added)
         shortfall = find_shortfall(self._all[window], self._budget) if self._all[window] else None
         if shortfall:
-            del self._all[window], self._new[window]
+            del self._all[window], self.new[window]
         return shortfall

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ PAGE_BYTES = 4096
 
 # A row of the record table: RecordKind, CRC-32 of the maps, digest of the token ids.
 TABLE_ROW = np.dtype([("kind", "<u4"), ("checksum", "<u4"), ("tokens", "V16")])
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class RecordKind(IntEnum):
@@ -48,7 +46,7 @@ class MapForm(StrEnum):
     PACKED = "packed"  # the lower triangle, row by row; the rest of a causal map is zero
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecordLayout:
     """The number, dtype and form of the maps in a record."""
 
@@ -68,14 +66,15 @@ class RecordLayout:
         """Return the size of a record in its file in bytes, including padding."""
         return _whole_pages(self.elements(length) * 2)
 
-    def heads_before(self, layer: int) -> int:
-        """Return how many maps of a record precede the maps of a layer."""
-        return self.heads_before_layers[layer]
+    @cached_property
+    def heads_before(self) -> tuple[int, ...]:
+        """For each layer, how many maps of a record precede the maps of the layer."""
+        return tuple(accumulate(self.stored_heads[:-1], initial=0))
 
     @property
-    def heads_before_layers(self) -> tuple[int, ...]:
-        """For each layer, how many maps of a record precede the maps of the layer."""
-        return _sums_before(self.stored_heads)
+    def dtype_name(self) -> bytes:
+        """The name of the dtype in the header, in ASCII."""
+        return str(self.dtype).removeprefix("torch.").encode()
 
 
 def segment_path(folder: Path, length: int) -> Path:
@@ -93,16 +92,6 @@ def triangle(length: int) -> torch.Tensor:
 def records_start(records: int) -> int:
     """Return the offset of the first record in a file with this many records, in bytes."""
     return PAGE_BYTES + _whole_pages(records * TABLE_ROW.itemsize)
-
-
-@cache
-def _sums_before(counts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(accumulate(counts[:-1], initial=0))
-
-
-def dtype_name(dtype: torch.dtype) -> bytes:
-    """Return the name of a dtype in the header, in ASCII."""
-    return next(name for name, known in _DTYPES.items() if known is dtype).encode()
 
 
 def _whole_pages(size: int) -> int:

@@ -88,6 +88,9 @@ class Segment:
         self.may_serve = True  # whether records may be used; set by `refresh`
         self._lost = False
         self._table, self.head_digest = read_head(self.file, length, layout, seal)
+        self.records_start = records_start(len(self._table))  # offset of the first record in the file, bytes
+        self._record_bytes = layout.record_bytes(length)
+        self.file_bytes = self.records_start + len(self._table) * self._record_bytes
         self._checked = np.zeros(len(self._table), dtype=bool)
         self._sound = np.ones(len(self._table), dtype=bool)
         self._warm_until = np.zeros(len(self._table))  # seconds, time.monotonic
@@ -98,6 +101,7 @@ class Segment:
         except OSError as error:
             raise CorruptDatabase(f"the records of {path} cannot be read: {error.strerror}") from error
         self._maps = torch.from_numpy(numbers).view(layout.dtype).view(len(self._table), -1)
+        self._first_address = self._maps.data_ptr()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -107,16 +111,6 @@ class Segment:
     def kinds(self) -> np.ndarray:
         """The RecordKind of each record, uint32 [records]."""
         return self._table["kind"]
-
-    @cached_property
-    def file_bytes(self) -> int:
-        """The size of the segment's file in bytes."""
-        return records_start(len(self._table)) + len(self._table) * self.layout.record_bytes(self.length)
-
-    @property
-    def records_start(self) -> int:
-        """The offset of the first record in the file, in bytes."""
-        return records_start(len(self._table))
 
     def holds_tokens(self, record: int, ids: Sequence[int]) -> bool:
         """Return whether the record was made from exactly these token ids."""
@@ -191,8 +185,7 @@ class Segment:
         return np.array([cold.get(record, False) for record in records.tolist()])
 
     def _is_cold(self, record: int, seconds: float) -> bool:
-        size = self.layout.record_bytes(self.length)
-        offset = self.records_start + record * size
+        size, offset = self._record_bytes, self.records_start + record * self._record_bytes
         missing = self.file.missing_bytes(offset, size)
         if not missing:
             return False
@@ -253,22 +246,13 @@ class Segment:
 
     def _read_ahead(self, records: Sequence[int]) -> None:
         """Ask the system to read records ahead, if they are large."""
-        size = self.layout.record_bytes(self.length)
-        if size >= _READ_AHEAD_FROM_BYTES:
+        if self._record_bytes >= _READ_AHEAD_FROM_BYTES:
             for record in records:
-                self.file.will_need(self.records_start + record * size, size)
+                self.file.will_need(self.records_start + record * self._record_bytes, self._record_bytes)
 
     def addresses(self, records: np.ndarray) -> np.ndarray:
         """Return the memory addresses of these records (int64 [n]), int64 [n]."""
         return self._first_address + records * self._record_bytes
-
-    @cached_property
-    def _first_address(self) -> int:
-        return self._maps.data_ptr()
-
-    @cached_property
-    def _record_bytes(self) -> int:
-        return self.layout.record_bytes(self.length)
 
     def layer_maps(self, record: int, layer: int, heads: int) -> torch.Tensor:
         """Return the first `heads` stored maps of a layer of one record, [heads, L, L].
@@ -290,7 +274,7 @@ class Segment:
     def _part(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
         """Return a view [n, heads, cells] of the first `heads` maps of a layer in records [n, numbers]."""
         cells = self.layout.cells(self.length)
-        start = self.layout.heads_before(layer) * cells
+        start = self.layout.heads_before[layer] * cells
         return records[:, start : start + heads * cells].unflatten(1, (heads, cells))
 
     def _squares(self, maps: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core.errors import CorruptDatabase
-from attncache_core.reuse.storage.layout import (
-    PAGE_BYTES,
-    TABLE_ROW,
-    RecordLayout,
-    dtype_name,
-    records_start,
-)
+from attncache_core.reuse.storage.layout import PAGE_BYTES, TABLE_ROW, RecordLayout, records_start
 from attncache_core.reuse.storage.mapping import RecordFile
 from attncache_core.reuse.storage.seal import Seal
 
@@ -48,7 +42,7 @@ def pack_header(length: int, records: int, layout: RecordLayout, seal: Seal, tab
         length,
         records,
         layout.elements(length) * 2,
-        dtype_name(layout.dtype),
+        layout.dtype_name,
         table_checksum,
         bytes.fromhex(seal.id),
         bytes.fromhex(seal.fingerprint),
@@ -65,7 +59,7 @@ def read_head(file: RecordFile, length: int, layout: RecordLayout, seal: Seal) -
     try:
         header = _HEADER.unpack(file.read(_HEADER.size, 0))
         *kind, records, map_bytes, dtype, checksum, database, fingerprint = header
-        expected = ([_MAGIC, _VERSION, length], layout.elements(length) * 2, dtype_name(layout.dtype))
+        expected = ([_MAGIC, _VERSION, length], layout.elements(length) * 2, layout.dtype_name)
         if (kind, map_bytes, dtype.rstrip(b"\0")) != expected:
             raise CorruptDatabase(f"{path} is not a segment of length {length} of this database")
         if database.hex() != seal.id:

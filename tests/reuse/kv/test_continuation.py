@@ -29,7 +29,8 @@ from attncache_core.engine import continued
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, NO_CHAIN, chain, root_key, token_bytes
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.text import prefix_tree
 
 
@@ -64,15 +65,14 @@ batches = trees_of_prompts().flatmap(
 
 @given(trees_of_prompts(), st.lists(st.sampled_from([b"", b"other"]), min_size=8, max_size=8))
 def test_names_of_blocks_do_not_depend_on_the_sequence_named_before(prompts, salts):
-    last = NO_CHAIN
+    last = None
     for ids, salt in zip(prompts, salts, strict=False):
-        key = chain(root_key(b"model", salt), token_bytes(ids), last)
-        assert key == chain(root_key(b"model", salt), token_bytes(ids))
-        alike = 0
-        if key.root == last.root:
+        key = PrefixKey.of(root_key(b"model", salt), ids, len(ids), last)
+        assert key == PrefixKey.of(root_key(b"model", salt), ids, len(ids))
+        if last and key.root == last.root:
             pairs = zip(key.tokens, last.tokens, strict=False)
             alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // (4 * BLOCK_TOKENS)
-        assert all(one is other for one, other in zip(key.names[:alike], last.names, strict=False))
+            assert all(one is other for one, other in zip(key.names[:alike], last.names, strict=False))
         last = key
 
 

@@ -8,7 +8,7 @@ from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_id
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
-from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
+from attncache_core.reuse.kv.key_value_reuse import store_truncated, truncated_salt
 
 
 @pytest.fixture(scope="module")
