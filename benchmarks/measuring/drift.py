@@ -33,7 +33,7 @@ from attncache_core import (
     Progress,
     build_database,
 )
-from attncache_core.evaluation.tasks import full_outputs
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.runtime.files import write_whole
 from benchmarks.measuring.hit_costs import HitCosts, measure_costs
 from benchmarks.measuring.month import Day, Reservoir
