@@ -106,11 +106,11 @@ def measure(
     limit_faiss(threads)
     progress(f"{stage}, build", 0, count)
     index = FeatureIndex()
-    resident = _resident_bytes()
+    resident = resident_bytes()
     started = time.perf_counter()
     index.add(_LENGTH, vectors)
     build_seconds = time.perf_counter() - started
-    grown = None if resident is None else (_resident_bytes() or resident) - resident
+    grown = None if resident is None else (resident_bytes() or resident) - resident
     progress(f"{stage}, build", count, count)
 
     found, _ = index.nearest(_LENGTH, drawn)
@@ -152,7 +152,7 @@ def _bytes_on_disk(index: FeatureIndex) -> int:
         return sum(path.stat().st_size for path in index.write(Path(folder)))
 
 
-def _resident_bytes() -> int | None:
+def resident_bytes() -> int | None:
     """Return the resident memory of this process in bytes, or None if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from attncache_core.calibration.substitution import token_passes
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import PackedModel
 from attncache_core.reuse.execution.reused_maps import HitRecords
@@ -167,7 +168,11 @@ def _require_recorded(store: AttentionMapStore, recorded: Recorded) -> None:
 
 def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, torch.Tensor]]:
     """Yield for each layer its input in the full model: length -> [records, L, hidden]."""
-    batches = [pack(part) for sequences in recorded.values() for part in _passes(sequences)]
+    batches = [
+        pack([sequences[index] for index in part])
+        for sequences in recorded.values()
+        for part in token_passes([len(ids) for ids in sequences], _TOKENS_PER_PASS)
+    ]
     with torch.inference_mode():
         states = [model.embed(batch) for batch in batches]
     nothing = HitRecords([])
@@ -183,10 +188,3 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
                 run_layers(model, batch, hidden, nothing, range(number, number + 1))[0]
                 for batch, hidden in zip(batches, states, strict=True)
             ]
-
-
-def _passes(sequences: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield sequences of one length in runs of at most 4096 tokens, but at least one sequence."""
-    step = max(1, _TOKENS_PER_PASS // len(sequences[0])) if sequences else 1
-    for first in range(0, len(sequences), step):
-        yield sequences[first : first + step]
