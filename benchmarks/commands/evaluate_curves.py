@@ -28,8 +28,7 @@ from attncache_core.evaluation.tasks import AgreementTask
 from attncache_core.heads.comparator import Measure
 from attncache_core.runtime.devices import Dtype
 from benchmarks.papers.curves import measure_curves
-from benchmarks.papers.methods import PaperMethods
-from benchmarks.papers.presets import Preset
+from benchmarks.papers.methods import PaperMethods, Preset
 from benchmarks.plots import PaperPlots
 from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
