@@ -16,7 +16,7 @@ from benchmarks.measuring import blend as bench
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 
 _DISK_BYTES = 16 << 30
 
@@ -114,12 +114,7 @@ def bench_blend(
             "--chunk-tokens",
             field="chunk_tokens",
         )
-    facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    facts = machine_and_model(engine)
     show_machine(facts)
     tables = []
     with (

@@ -22,7 +22,7 @@ from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_
 from benchmarks.papers.mmlu import read_questions
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 from service.settings.cluster import SharedAddress
 
 _DISK_BYTES = 16 << 30
@@ -146,12 +146,7 @@ def bench_prefix(
     _require(sequences, needed, checkpoint.position_limit)
     parts = [sequences[first : first + count] for first in range(0, needed, count)]
     sizes = [1, batch] if batch > 1 else [1]
-    facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    facts = machine_and_model(engine)
     show_machine(facts)
     with ExitStack() as stack:
         temporary = Path(

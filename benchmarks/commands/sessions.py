@@ -27,7 +27,7 @@ from benchmarks.measuring.conversations import (
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine, machine_and_model, show_machine, show_table, write_json
 
 
 @click.command("sessions")
@@ -165,12 +165,7 @@ def bench_sessions(
         layout_of(engine)
         if checkpoint.position_limit:
             drawn = replace(drawn, context=min(context, checkpoint.position_limit))
-        facts = {
-            **machine(engine.threads),
-            "model": checkpoint.name,
-            **checkpoint.variant,
-            "dtype": str(engine.dtype).removeprefix("torch."),
-        }
+        facts = machine_and_model(engine)
         show_machine(facts)
         tables = [
             _measure(engine, replace(drawn, rate=rate), policies, memory_share, disk_share, folder)
