@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +35,6 @@ class Served:
     windows: int  # windows of verified hits that count, see count_windows
     kept: int  # windows of these that keep the budget
     lengths: tuple[LengthCount, ...]
-
-    @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Self:
-        """Return what dataclasses.asdict made into JSON."""
-        return cls(**{**content, "lengths": tuple(LengthCount(**entry) for entry in content["lengths"])})
 
 
 def serve(
