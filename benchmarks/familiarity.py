@@ -60,7 +60,8 @@ def main(
     added = [
         (Path(source.partition(":")[0]).stem, text)
         for source in data
-        for text in _spread(list(dict.fromkeys(read_texts(source))), most)
+        for distinct in [list(dict.fromkeys(read_texts(source)))]
+        for text in spread(distinct, most or len(distinct))
     ]
     sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in added)])
     full = full_outputs(engines[0], sequences, _BATCH)
@@ -75,11 +76,6 @@ def main(
     show_machine({**machine(engines[0].threads), "strangeness of a text of 16 tokens, 64 together": cost})
     columns = ("kind", "texts", "hits", "mean", "least", "below 0.95", "hits", "mean", "least", "below 0.95")
     show_table("hits and their cosines with the limit, and without", columns, rows)
-
-
-def _spread(texts: list[str], most: int | None) -> list[str]:
-    """Return at most `most` of the texts, evenly spread."""
-    return texts if most is None else spread(texts, most)
 
 
 def _measured(

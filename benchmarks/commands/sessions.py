@@ -14,6 +14,7 @@ from attncache_core import Checkpoint, PrefillEngine
 from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.runtime.devices import Dtype
 from attncache_core.runtime.threads import available_processors
+from benchmarks.commands.blend import folder_option
 from benchmarks.measuring import sessions as bench
 from benchmarks.measuring.conversations import (
     Conversations,
@@ -103,12 +104,7 @@ from service.commands.report import machine, machine_and_model, show_machine, sh
     show_default=True,
     help="Size of the disk tier, as a share of the same.",
 )
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
-    "files.",
-)
+@folder_option
 @click.option(
     "--simulate",
     "simulated",

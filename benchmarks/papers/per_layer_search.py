@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from attncache_core.calibration.substitution import token_passes
-from attncache_core.engine.layers import run_layers
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code, outcomes_of
 from attncache_core.reuse.storage.store import AttentionMapStore
@@ -137,7 +136,6 @@ def train_layerwise_search(
     head_order: Sequence[Sequence[int]],
     *,
     steps: int = TRAINING_STEPS,
-    seed: int = 0,
 ) -> LayerwiseSearch:
     """Train a projector and fill an index for each layer of a model.
 
@@ -148,7 +146,7 @@ def train_layerwise_search(
     """
     _require_recorded(store, recorded)
     searches = {
-        number: train_layer_search(store, number, inputs, steps=steps, seed=seed)
+        number: train_layer_search(store, number, inputs, steps=steps)
         for number, inputs in enumerate(_layer_inputs(model, recorded))
         if store.layout.stored_heads[number]
     }
@@ -175,7 +173,6 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
     ]
     with torch.inference_mode():
         states = [model.embed(batch) for batch in batches]
-    nothing = HitRecords([])
     for number in range(len(model.layers)):
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for batch, hidden in zip(batches, states, strict=True):
@@ -185,6 +182,6 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
         yield {length: torch.cat(of_length) for length, of_length in parts.items()}
         with torch.inference_mode():
             states = [
-                run_layers(model, batch, hidden, nothing, range(number, number + 1))[0]
+                run_layers(model, batch, hidden, NO_REUSED_MAPS, range(number, number + 1))[0]
                 for batch, hidden in zip(batches, states, strict=True)
             ]
