@@ -9,8 +9,6 @@ square and packed. Times are medians of 21 rounds, in which the methods alternat
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.nn import functional
 from attncache_core import native
 from attncache_core.native import attention_kernel
 from attncache_core.runtime.memory import keep_freed_memory
+from benchmarks.measuring.breakdown import median_seconds
 
 SHAPES = ((1, 16), (32, 16), (32, 32), (8, 128), (2, 512))
 ROUNDS = 21
@@ -31,15 +30,7 @@ Methods = dict[str, Callable[[], object]]
 
 def milliseconds(methods: Methods) -> dict[str, float]:
     """Return the median time of each function in ms. The functions alternate."""
-    taken: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(ROUNDS + 3):
-        for name, method in methods.items():
-            method()  # a first run, not timed, so that the processor's caches hold this function's data
-            started = time.perf_counter()
-            method()
-            if number >= 3:
-                taken[name].append(time.perf_counter() - started)
-    return {name: statistics.median(seconds) * 1e3 for name, seconds in taken.items()}
+    return {name: 1e3 * seconds for name, seconds in median_seconds(methods, ROUNDS).items()}
 
 
 def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -108,16 +108,11 @@ def main(
 
 def _part(probes: Probes, measured: Measurements, indices: np.ndarray) -> tuple[Probes, Measurements]:
     """Return the probes with these indices, and their measurements."""
-    part = Probes(
-        [probes.sequences[index] for index in indices],
-        {kind: records[indices] for kind, records in probes.records.items()},
-        {kind: similarities[indices] for kind, similarities in probes.similarities.items()},
-    )
     of_masks = [
         {kind: Measured(each.damage[indices], each.fidelity[indices]) for kind, each in of_mask.items()}
         for of_mask in measured
     ]
-    return part, of_masks
+    return probes.at(indices), of_masks
 
 
 def _row(name: str, results: Sequence[tuple[Calibrated, Probes]], budget: Budget) -> list[object]:

@@ -20,6 +20,7 @@ import click
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, default_corpus, find_checkpoint
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.heads.vectors import cosines
@@ -59,12 +60,11 @@ def main(
     added = [
         (Path(source.partition(":")[0]).stem, text)
         for source in data
-        for text in _spread(list(dict.fromkeys(read_texts(source))), most)
+        for distinct in [list(dict.fromkeys(read_texts(source)))]
+        for text in spread(distinct, most or len(distinct))
     ]
     sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in added)])
-    full = np.concatenate(
-        [engines[0].run(engines[0].requests(part, reuse=False)).outputs for part in _batches(sequences)]
-    )
+    full = full_outputs(engines[0], sequences, _BATCH)
     measured = [_measured(engine, sequences, full) for engine in engines]
     kinds = np.array([*(text.kind for text in texts), *(name for name, _ in added)])
     unfamiliar = np.arange(len(kinds)) < len(texts)
@@ -78,21 +78,12 @@ def main(
     show_table("hits and their cosines with the limit, and without", columns, rows)
 
 
-def _spread(texts: list[str], most: int | None) -> list[str]:
-    """Return at most `most` of the texts, evenly spread."""
-    return texts if most is None else spread(texts, most)
-
-
-def _batches(sequences: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
-    """Split sequences into batches."""
-    return [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
-
-
 def _measured(
     engine: PrefillEngine, sequences: Sequence[Sequence[int]], full: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which sequences hit, bool [n], and the cosine of each output to the full output, float32 [n]."""
-    results = [engine.run(engine.requests(part)) for part in _batches(sequences)]
+    batches = [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
+    results = [engine.run(engine.requests(batch)) for batch in batches]
     hits = [outcome.is_hit for result in results for outcome in result.outcomes]
     return np.array(hits), cosines(np.concatenate([result.outputs for result in results]), full)
 

@@ -10,22 +10,16 @@ first visit of a length is divided by the faster of its later visits. The second
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 
 from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization, find_variant
+from benchmarks.measuring.index import resident_bytes
 from service.commands.report import machine, show_machine
 
 LENGTHS = range(3, 201)
 ROUNDS = 3
 REPORTS = 6
-
-
-def resident_megabytes() -> float:
-    """Return the memory of this process in MB."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * 4096 / 1e6
 
 
 def main() -> None:
@@ -61,4 +55,4 @@ def main() -> None:
             batch = [sequence(int(length)) for length in random.integers(3, 120, random.integers(1, 33))]
             engine.run(engine.requests(batch))
             done += len(batch)
-        print(f"{done:>7} texts: {resident_megabytes():.0f} MB")
+        print(f"{done:>7} texts: {(resident_bytes() or 0) / 1e6:.0f} MB")

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, find_checkpoint
+from attncache_core.calibration.savings import with_reused
 from attncache_core.corpus.reading import read_texts
-from attncache_core.engine.layers import run_layers
-from attncache_core.models import load_model
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.native.stack import ReusedRecords
 from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask, mildest_mask
@@ -51,7 +51,7 @@ def main(
     ids = engine.tokenize(read_texts(data)[: _BATCHES * batch_size])
     batches = [pack(ids[at : at + batch_size]) for at in range(0, len(ids), batch_size)]
     passes: dict[str, Callable[[TokenBatch], object]] = {
-        "none": lambda batch: run_layers(engine.model, batch, None, HitRecords([]))
+        "none": lambda batch: run_layers(engine.model, batch, None, NO_REUSED_MAPS)
     }
     for size in map(int, heads.split(",")):
         passes[str(size)] = _all_hit(engine, mildest_mask(rank, size))
@@ -66,13 +66,7 @@ def main(
 
 def _all_hit(engine: PrefillEngine, mask: ReuseMask) -> Callable[[TokenBatch], object]:
     """Return a function that runs a batch of which every text takes the maps of the mask's heads."""
-    model = load_model(
-        engine.checkpoint,
-        engine.dtype,
-        head_order=mask.order,
-        reused_heads=mask.reused,
-        device=torch.device("cpu"),
-    )
+    model = with_reused(engine, mask.order, mask.reused)
     before = (0, *accumulate(mask.reused[:-1]))
 
     def run(batch: TokenBatch) -> object:

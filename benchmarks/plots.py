@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -99,30 +100,9 @@ class PaperPlots(Plots):
 
     def blending(self, reports: Sequence[BlendingReport]) -> None:
         """Plot the quality of blended chunks against the recompute ratio, and against the time to answer."""
-        columns = (
-            "method",
-            "ratio",
-            "random",
-            "cosine",
-            "cosine_5th_percentile",
-            "agreement",
-            "time_ratio",
-            "tokens",
-        )
-        rows = [
-            (
-                r.method,
-                r.ratio,
-                r.random,
-                r.cosine,
-                r.cosine_5th_percentile,
-                r.agreement,
-                r.time_ratio,
-                r.computed_tokens,
-            )
-            for r in reports
-        ]
-        self._write("blend", columns, rows)
+        columns = ("method", "ratio", "random", "cosine", "cosine_5th_percentile", "agreement", "time_ratio")
+        rows = map(attrgetter(*columns, "computed_tokens"), reports)
+        self._write("blend", (*columns, "tokens"), rows)
         chosen = [report for report in reports if report.ratio is not None and not report.random]
         random = [report for report in reports if report.random]
         figure, axes = self._axes(

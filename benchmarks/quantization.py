@@ -23,10 +23,9 @@ import torch
 
 from attncache_core import Checkpoint, Quantization, find_checkpoint
 from attncache_core.corpus.reading import read_texts
-from attncache_core.engine.layers import run_layers
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import PackedModel, load_model
-from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.runtime.memory import keep_freed_memory, tensor_bytes
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.token_batch import pack
@@ -50,7 +49,7 @@ def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
     parts = []
     for first in range(0, len(sequences), 32):
         batch = pack(sequences[first : first + 32])
-        hidden, _ = run_layers(model, batch, model.embed(batch), HitRecords([]))
+        hidden, _ = run_layers(model, batch, model.embed(batch), NO_REUSED_MAPS)
         parts.append(batch.in_callers_order(model.outputs(hidden, batch).representation.numpy()))
     return np.concatenate(parts)
 

@@ -3,7 +3,7 @@
     corpus -> distinct token sequences, a tenth held out by source               sentences
       1 damage       reuse each head alone on held-out sentences; rank the heads   head_damage
       2 records      write the maps of every sentence, and the prototypes          recording, prototypes
-      3 training     train the projector on the distances of records' maps         training_pairs, training
+      3 training     train the projector on the distances of records' maps         training
       4 calibration  serve held-out sentences with the training sentences' records;
                      choose mask, policy and familiarity test                      calibration.calibrate
                      and fit the weights that hits take                            refitting
@@ -44,8 +44,7 @@ from attncache_core.build.quality import donor_distances
 from attncache_core.build.recording import Recording, smallest_form
 from attncache_core.build.refitting import Refitting
 from attncache_core.build.sentences import split
-from attncache_core.build.training import train_projector
-from attncache_core.build.training_pairs import pair_groups
+from attncache_core.build.training import pair_groups, train_projector
 from attncache_core.calibration.calibrate import Calibration, Progress, calibrate
 from attncache_core.calibration.damage import damage_of_each, reuse_rank
 from attncache_core.calibration.familiarity_fit import count_tokens
@@ -72,7 +71,6 @@ from attncache_core.reuse.storage.seal import Seal
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.runtime.files import (
     PRIVATE,
-    is_whole,
     left_unfinished,
     locked,
     move_into_place,
@@ -294,7 +292,7 @@ class _Build:
     def _measure_damage(self) -> None:
         """Set `damage` and `rank`. Both keep their default values if too few sentences are held out."""
         path = self.partial / "damage.json"
-        if not is_whole(path):
+        if not path.is_file():
             joint = measure_head_damage(
                 self.engine,
                 self.sentences,
@@ -313,7 +311,7 @@ class _Build:
     def _train_projector(self, store: AttentionMapStore) -> FeatureProjector:
         """Return the projector, trained and written to its file unless a stopped build has written it."""
         path = self.partial / "projector.safetensors"
-        if not is_whole(path):
+        if not path.is_file():
             torch.manual_seed(self.options.seed)
             longest, steps = max(self.recording.by_length), self.options.training_steps
             if self.start_from:

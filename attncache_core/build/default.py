@@ -8,6 +8,7 @@ databases/NAME-FINGERPRINT-vVERSIONS.damaged-TIME    the last database that was 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -126,7 +127,10 @@ def set_damaged_aside(checkpoint: Checkpoint, cache_dir: Path | None = None) -> 
     # A finished build is moved into place under the same lock, so the folder cannot change between the check
     # and the rename.
     with locked(folder, on_wait=lambda: None):
-        if not folder.exists() or not _is_damaged(checkpoint, cache_dir):
+        if not folder.exists():
+            return None
+        with contextlib.suppress(CorruptDatabase):
+            open_default_database(checkpoint, cache_dir)
             return None
         if not os.access(folder, os.R_OK):
             raise PermissionError(f"{folder} belongs to another user")
@@ -136,11 +140,3 @@ def set_damaged_aside(checkpoint: Checkpoint, cache_dir: Path | None = None) -> 
         for path in earlier:
             shutil.rmtree(path, ignore_errors=True)
         return aside
-
-
-def _is_damaged(checkpoint: Checkpoint, cache_dir: Path | None) -> bool:
-    try:
-        open_default_database(checkpoint, cache_dir)
-    except CorruptDatabase:
-        return True
-    return False

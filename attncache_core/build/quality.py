@@ -11,7 +11,7 @@ import torch
 
 from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.sentences import Sentences
-from attncache_core.build.training import ALPHA, map_distances
+from attncache_core.build.training import ALPHA, map_distances, masked_maps
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.storage.store import AttentionMapStore
@@ -23,21 +23,6 @@ _VALUES_AT_ONCE = 25_000_000
 # The hit rate in the papers. The choices are also compared on this share of the probes, the most similar
 # ones.
 _NEAR_SHARE = 0.3
-
-
-def masked_maps(
-    store: AttentionMapStore, mask: ReuseMask, length: int, records: Sequence[int]
-) -> torch.Tensor:
-    """Return the maps of the mask's heads for records of one length, float32 [n, heads, L, L]."""
-    chosen = torch.tensor(records)
-    return torch.cat(
-        [
-            store.segments[length].gather_layer_maps(chosen, layer, reused).float()
-            for layer, reused in enumerate(mask.reused)
-            if reused
-        ],
-        dim=1,
-    )
 
 
 def _record_distances(

@@ -32,7 +32,7 @@ from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.gain import require_gain
 from attncache_core.calibration.prospect import could_pay
 from attncache_core.calibration.quality import texts_needed
-from attncache_core.calibration.trial import Trial, savings_of, try_generation, why_refused
+from attncache_core.calibration.trial import Trial, full_outputs, savings_of, try_generation, why_refused
 from attncache_core.corpus import CorpusSentence
 from attncache_core.corpus.near_duplicates import near_duplicates
 from attncache_core.corpus.reservoir import SampledText
@@ -40,7 +40,6 @@ from attncache_core.corpus.sample import read_log, read_sample, sample_folder, w
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result
 from attncache_core.reuse.maps.publishing import (
@@ -57,7 +56,6 @@ from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.runtime.files import PRIVATE, write_whole
 
 _HELD_OUT_SHARE = 10  # one of so many texts, the newest
-_BATCH_SEQUENCES = 64
 _SAMPLE_KEPT_SECONDS = 24 * 3600
 
 # Loads the model, with a database or without one.
@@ -288,7 +286,7 @@ def _trials(
     progress: Progress,
 ) -> dict[str, Trial]:
     """Serve the held-out texts with both generations."""
-    full = _full_outputs(engine, texts.held_out)
+    full = full_outputs(engine, texts.held_out, field="corpus")
     savings = savings_of(engine, built.search, texts.held_out)
     trials: dict[str, Trial] = {}
     for name, database in (("present", present), ("new", built)):
@@ -304,13 +302,6 @@ def _trials(
         trials[name] = try_generation(loaded, texts.held_out, texts.clients, full, savings)
     progress("comparing generations", 2, 2)
     return trials
-
-
-def _full_outputs(engine: PrefillEngine, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    batches = [sequences[at : at + _BATCH_SEQUENCES] for at in range(0, len(sequences), _BATCH_SEQUENCES)]
-    results = [engine.run(engine.requests(batch, reuse=False)) for batch in batches]
-    require_finite(np.concatenate([result.finite for result in results]), "corpus")
-    return np.concatenate([result.outputs for result in results])
 
 
 def _decided(

@@ -1,10 +1,11 @@
-"""Train the projector to predict the distance of the attention maps of two sentences of equal length.
+"""Build stage 3: train the projector to predict the distance of the maps of two sentences of equal length.
 
-records of one length -> map_distances (Eq. 2) -> train_projector (Eq. 1 and 3) -> FeatureProjector
+records -> pair_groups: map_distances (Eq. 2) by length -> train_projector (Eq. 1 and 3) -> FeatureProjector
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from attncache_core.build.first_inputs import FirstInputs
+from attncache_core.build.sentences import Sentences
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.errors import BuildFailed
 from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.storage.store import AttentionMapStore
 
 # Eq. 2's α, the scale of predicted distances. With it, the papers' thresholds hold for the similarity 1 - ŷ.
 ALPHA = 0.2
@@ -24,6 +31,10 @@ _LEARNING_RATE = 2e-3
 _INPUT_DROPOUT = 0.3
 # Pairs closer than a tenth of the mean distance have the weight of pairs at a tenth of the mean distance.
 _MIN_TARGET = 0.1
+# Maximum number of records per length: 512 records give 130,000 pairs. Fewer records of long sentences are
+# used. _MAX_COMPARISONS limits the number of compared map values, so that comparing one length takes seconds.
+_MAX_TRAINING_RECORDS = 512
+_MAX_COMPARISONS = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,51 @@ def map_distances(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """
     _, heads, length, _ = left.shape
     return torch.cdist(left.flatten(1).float(), right.flatten(1).float(), p=1) / (2 * heads * length)
+
+
+def masked_maps(
+    store: AttentionMapStore, mask: ReuseMask, length: int, records: Sequence[int]
+) -> torch.Tensor:
+    """Return the maps of the mask's heads for records of one length, float32 [n, heads, L, L]."""
+    chosen = torch.tensor(records)
+    return torch.cat(
+        [
+            store.segments[length].gather_layer_maps(chosen, layer, reused).float()
+            for layer, reused in enumerate(mask.reused)
+            if reused
+        ],
+        dim=1,
+    )
+
+
+def pair_groups(
+    store: AttentionMapStore,
+    sentences: Sentences,
+    first_inputs: FirstInputs,
+    mask: ReuseMask,
+    random: np.random.Generator,
+    progress: Progress,
+) -> list[PairGroup]:
+    """Return, for each length, the inputs and map distances of training sentences.
+
+    The distances are computed over the heads of `mask`. Raises BuildFailed if no two sentences have
+    the same length.
+    """
+    groups, by_length = [], sentences.by_length()
+    for done, (length, indices) in enumerate(by_length.items(), 1):
+        rows = sentences.rows(indices, held_out=False)
+        maximum = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (mask.total * length**2))))
+        rows = [rows[index] for index in random.permutation(len(rows))[:maximum]]
+        if len(rows) > 1:
+            maps = masked_maps(store, mask, length, rows)
+            inputs = first_inputs.of(sentences.chosen([indices[row] for row in rows]))
+            groups.append(PairGroup(inputs, map_distances(maps, maps)))
+        progress("comparing maps", done, len(by_length))
+    if not groups:
+        raise BuildFailed(
+            "the corpus has no two texts of one length to train the projector on", field="corpus"
+        )
+    return groups
 
 
 def train_projector(

@@ -82,6 +82,7 @@ def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
 _LOADED_TOKENS = 8192
 _LOADED_ROUNDS = 3
 
+_CHECK_LAYER = 1
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 
 
@@ -141,7 +142,6 @@ def calibrate_blending(
     separator: str,
     listwise: bool = False,
     ratios: Sequence[float] = RATIOS,
-    check_layer: int = 1,
     kept: Path | None = None,
     on_prompt: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> BlendGate:
@@ -162,9 +162,9 @@ def calibrate_blending(
             f"changes; give {needed} or more, or a lower {lower}",
             field="segments",
         )
-    key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), check_layer, str(engine.dtype)])
+    key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), _CHECK_LAYER, str(engine.dtype)])
     measurements = Measurements(kept, hashlib.sha256(key.encode()).hexdigest())
-    measuring = _Measuring(engine, budget.measure, listwise, ratios, check_layer)
+    measuring = _Measuring(engine, budget.measure, listwise, ratios)
     found = []
     for name, sequence in sequences.items():
         found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
@@ -176,7 +176,7 @@ def calibrate_blending(
         separator,
         len(sequences),
         tuple(_of_ratio(ratio, found, budget, loaded[ratio]) for ratio in sorted(ratios)),
-        check_layer,
+        _CHECK_LAYER,
         listwise,
     )
     measurements.close()
@@ -208,15 +208,9 @@ def _name(sequence: Segmented) -> str:
 
 class _Measuring:
     def __init__(
-        self,
-        engine: PrefillEngine,
-        measure: Measure,
-        listwise: bool,
-        ratios: Sequence[float],
-        check_layer: int,
+        self, engine: PrefillEngine, measure: Measure, listwise: bool, ratios: Sequence[float]
     ) -> None:
-        self._engine, self._ratios, self._check_layer = engine, ratios, check_layer
-        self._measure, self._listwise = measure, listwise
+        self._engine, self._measure, self._listwise, self._ratios = engine, measure, listwise, ratios
 
     def prompt(self, sequence: Segmented) -> PromptMeasured:
         """Measure one prompt with all ratios, and exactly. Its chunks are stored before anything is timed."""
@@ -277,7 +271,7 @@ class _Measuring:
                 sequence.ids, None, b"", passing=behind
             )
         else:
-            again = Recomputation(ratio, self._check_layer)
+            again = Recomputation(ratio, _CHECK_LAYER)
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
         plan = engine.tokenizer.default_prompt.sequence_plans[0]
         return PrefillRequest(sequence.ids, False, plan, prefix_key, blend=blend)

@@ -216,11 +216,9 @@ class _Trials:
         products: the weights that hits take; None: the model's.
         """
         comparator, model = self.engine.decisions.comparator(self.terms.budget.measure), self.engine.model
-        hit_model = (
-            refitted_alone(model, products, self.engine.checkpoint.quantization) if products else model
-        )
-        on_pass, hit_models = partial(self._progress, stage), [hit_model] * len(masks)
-        return measure(model, self.search.store, probes, masks, comparator, on_pass, kinds, hit_models)
+        quantization, on_pass = self.engine.checkpoint.quantization, partial(self._progress, stage)
+        hit_model = refitted_alone(model, products, quantization) if products else None
+        return measure(model, self.search.store, probes, masks, comparator, on_pass, kinds, hit_model)
 
 
 def _with_limit(

@@ -76,32 +76,24 @@ def count_tokens(sequences: Sequence[Sequence[int]], vocabulary: int) -> np.ndar
     return np.bincount(ids, minlength=vocabulary)
 
 
-@dataclass(frozen=True)
-class FittedFamiliarity:
-    """A familiarity test, and the cross-validated strangeness of the probes."""
-
-    familiarity: Familiarity
-    strangeness: np.ndarray  # float32 [probes], each from a fit without the probe
-
-
 def fit_familiarity(
     tokens: TokenStatistics,
     sequences: Sequence[Sequence[int]],
     damage: np.ndarray,
     kinds: Sequence[str | None],
-) -> FittedFamiliarity:
-    """Fit the familiarity test to the measured damage of token sequences.
+) -> tuple[Familiarity, np.ndarray]:
+    """Return the familiarity test, and the strangeness of the probes, float32 [probes].
 
-    damage: 1 - cosine, [probes]. kinds: for each probe the kind of unfamiliar text, or None if the probe is
-    like the corpus. The strangeness of the probes comes from five further fits (cross-validation). Each of
-    these fits leaves out a fifth of the unfamiliar kinds and a fifth of the other probes, so the probes are
-    scored like new texts and new kinds of text.
+    damage: measured with reuse, 1 - cosine, [probes]. kinds: for each probe the kind of unfamiliar text, or
+    None if the probe is like the corpus. The strangeness comes from five further fits (cross-validation).
+    Each of these fits leaves out a fifth of the unfamiliar kinds and a fifth of the other probes, so the
+    probes are scored like new texts and new kinds of text.
     """
     fit = _Fit(tokens, sequences, damage, kinds)
     strangeness = np.empty(len(sequences), dtype=np.float32)
     for left_out in _folds(kinds):
         strangeness[left_out] = fit.without(left_out)
-    return FittedFamiliarity(fit.whole(), strangeness)
+    return fit.whole(), strangeness
 
 
 class _Fit:

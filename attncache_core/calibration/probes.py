@@ -51,7 +51,10 @@ class Probes:
 
     def sample(self, maximum: int) -> Probes:
         """Return at most `maximum` of the probes, spread evenly over their lengths."""
-        indices = np.unique(np.linspace(0, len(self.sequences) - 1, maximum).round().astype(int))
+        return self.at(np.unique(np.linspace(0, len(self.sequences) - 1, maximum).round().astype(int)))
+
+    def at(self, indices: np.ndarray) -> Probes:
+        """Return the probes with these indices, int64 [n], rising."""
         return Probes(
             [self.sequences[index] for index in indices],
             {kind: records[indices] for kind, records in self.records.items()},
@@ -109,13 +112,13 @@ def measure(
     comparator: OutputComparator,
     on_pass: Callable[[int, int], None] = lambda *_: None,
     kinds: Sequence[RecordKind] = tuple(RecordKind),
-    hit_models: Sequence[PackedModel] | None = None,
+    hit_model: PackedModel | None = None,
 ) -> list[dict[RecordKind, Measured]]:
     """Return the damage and fidelity of each probe, for each mask and kind of record.
 
     The values are nan for probes without a record of the kind. kinds: the kinds to measure; the values of
-    other kinds are nan. on_pass: called after each batch with the batches done and in total. hit_models: for
-    each mask the model with the weights that hits take; None: hits take those of `model`.
+    other kinds are nan. on_pass: called after each batch with the batches done and in total. hit_model: the
+    model with the weights that hits take; None: hits take those of `model`.
     """
     count = len(probes.sequences)
     result = [
@@ -129,8 +132,8 @@ def measure(
     for done, (kind, indices, make) in enumerate(batches, 1):
         measured = make()
         full = comparator.comparable(measured.outputs)
-        for mask, hit_model, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
-            changed = substituted_outputs(hit_model, measured, mask.as_array())
+        for mask, rows in zip(masks, result, strict=True):
+            changed = substituted_outputs(hit_model or model, measured, mask.as_array())
             # Rounding can give a cosine above 1, but damage is never negative.
             rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
             rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)

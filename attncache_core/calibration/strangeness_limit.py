@@ -105,11 +105,10 @@ def choose_limit(
         return None
     sequences = [*probes.sequences, *unfamiliar_probes.sequences]
     names: list[str | None] = [*[None] * len(probes.sequences), *unfamiliar.kinds]
-    fit = fit_familiarity(
+    strangeness = np.full(len(damage), np.inf)
+    familiarity, strangeness[known] = fit_familiarity(
         tokens, [sequences[index] for index in known], damage[known], [names[index] for index in known]
     )
-    strangeness = np.full(len(damage), np.inf)
-    strangeness[known] = fit.strangeness
     like, unlike = np.split(strangeness, [len(probes.sequences)])
     usual = like[np.isfinite(like)]
     for share in _REJECTED:
@@ -126,7 +125,7 @@ def choose_limit(
             on_unlike.fidelity[on_unlike.served & (groups == group)] for group in range(len(policy.groups))
         ]
         if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths):
-            return Limited(on_like, fit.familiarity, left_out)
+            return Limited(on_like, familiarity, left_out)
     return None
 
 

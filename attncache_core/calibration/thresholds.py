@@ -8,6 +8,7 @@ mean_keeps    whether the mean of a length may serve all sequences, without a se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import special
@@ -76,7 +77,7 @@ def choose_group(
     kinds = {kind: _with_curve(similarities[kind], measured[kind].damage[rows]) for kind in RecordKind}
     usable = [kind for kind in RecordKind if kinds[kind].similarities]
     longest = int(probes.lengths[rows].max())
-    closed = LengthGroup(longest, {kind: KindPolicy(1.0, *_curve(kinds[kind])) for kind in RecordKind})
+    closed = LengthGroup(longest, kinds)
     if not usable:
         return closed
     expected = np.full((len(RecordKind), len(rows)), np.inf)
@@ -99,12 +100,9 @@ def choose_group(
     # decision. If no probe is refused, the limit is the largest expected damage, because a kind of record
     # that served no probe may do more damage than was measured.
     limit = float(ranked[last : last + 2].mean()) if last + 1 < len(ranked) else float(ranked[-1]) * _MARGIN
-    thresholds = {
-        kind: _threshold(kinds[kind], similarities[kind], limit) if kind in usable else 1.0
-        for kind in RecordKind
-    }
+    thresholds = {kind: _threshold(kinds[kind], similarities[kind], limit) for kind in usable}
     return LengthGroup(
-        longest, {kind: KindPolicy(thresholds[kind], *_curve(kinds[kind])) for kind in RecordKind}
+        longest, kinds | {kind: replace(kinds[kind], threshold=thresholds[kind]) for kind in usable}
     )
 
 
@@ -122,11 +120,8 @@ def mean_keeps(rows: np.ndarray, probes: Probes, mean: Measured, budget: Budget)
     return bool(upper_bounds(1 - mean.fidelity[rows], budget.measure)[-1] <= 1 - budget.least)
 
 
-def _curve(policy: KindPolicy) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return policy.similarities, policy.damages
-
-
 def _with_curve(similarities: np.ndarray, damages: np.ndarray) -> KindPolicy:
+    """Return a policy with θ = 1 and the curve of the probes that have a record, if these are enough."""
     known = np.isfinite(similarities)
     if known.sum() < MIN_PROBES:
         return KindPolicy(1.0)

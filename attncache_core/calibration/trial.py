@@ -21,6 +21,7 @@ from attncache_core.calibration.quality import Quality
 from attncache_core.calibration.savings import Savings, embedded_batches, measure_savings, search_cost
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.search import SearchEngine
 
@@ -60,6 +61,23 @@ def savings_of(engine: PrefillEngine, search: SearchEngine, sequences: Sequence[
     order = sorted((list(ids) for ids in sequences if len(ids) in search.store.segments), key=len)
     heads = [tuple(range(layer.heads)) for layer in engine.model.layers]
     return measure_savings(engine, search, Probes(order, {}, {}), heads)
+
+
+def full_outputs(
+    engine: PrefillEngine,
+    sequences: Sequence[Sequence[int]],
+    batch_size: int = _BATCH_SEQUENCES,
+    *,
+    field: str = "data",
+) -> np.ndarray:
+    """Return the engine's outputs without reuse for one or more sequences, float32 [sequences, d].
+
+    Raises NotFinite for `field` with the index of the first sequence whose output is not finite.
+    """
+    batches = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
+    results = [engine.run(engine.requests(batch, reuse=False)) for batch in batches]
+    require_finite(np.concatenate([result.finite for result in results]), field)
+    return np.concatenate([result.outputs for result in results])
 
 
 def try_generation(

@@ -46,16 +46,11 @@ def unfamiliar_texts(corpus: Sequence[str], per_kind: int = 40, seed: int = 0) -
     seen = {"", *(text.strip() for text in corpus)}
     sources = [text for text in corpus if text.strip()] or [""]
     texts = []
-    for name, kind, fitted in _kinds():
-        for text in _distinct(kind, Random(f"{seed} {name}"), sources, per_kind, seen):
-            texts.append(UnfamiliarText(text, name, fitted))
+    for kinds in (FITTED, MEASURED):
+        for name, kind in kinds.items():
+            for text in _distinct(kind, Random(f"{seed} {name}"), sources, per_kind, seen):
+                texts.append(UnfamiliarText(text, name, kinds is FITTED))
     return texts
-
-
-def _kinds() -> Iterator[tuple[str, Kind, bool]]:
-    """Yield the name and function of each kind, and whether it may be used for fitting."""
-    yield from ((name, kind, True) for name, kind in FITTED.items())
-    yield from ((name, kind, False) for name, kind in MEASURED.items())
 
 
 def _distinct(kind: Kind, random: Random, corpus: list[str], count: int, seen: set[str]) -> Iterator[str]:

@@ -194,6 +194,8 @@ def _report(
 ) -> MethodReport:
     scores, full_scores = task.scores(run.outputs), task.scores(full.outputs)
     score, full_score = (statistics.fmean(each.values()) for each in (scores, full_scores))
+    items, full_items = task.items(run.outputs), task.items(full.outputs)
+    interval = None if items is None or full_items is None else mean_interval(items - full_items)
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
     changed = hits.reshape(len(run.outputs), -1).any(axis=1) | changes_all
     cosine = comparator.fidelity(run.outputs, full.outputs)[changed]
@@ -202,7 +204,7 @@ def _report(
         method=name,
         scores=scores,
         score=score,
-        difference_interval=_interval(task.items(run.outputs), task.items(full.outputs)),
+        difference_interval=interval,
         hit_rate=float(hits.mean()),
         prototype_hit_rate=float(np.mean([outcome is Outcome.PROTOTYPE_HIT for outcome in run.outcomes])),
         hit_lengths=dict(Counter(len(ids) for ids, hit in zip(task.sequences, hits, strict=True) if hit)),
@@ -223,13 +225,12 @@ def _report(
     )
 
 
-def _interval(items: np.ndarray | None, full: np.ndarray | None) -> tuple[float, float] | None:
+def mean_interval(differences: np.ndarray) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean of paired differences, by the normal distribution.
 
-    Returns None if there are no scores of single texts, or fewer than two.
+    Returns None for fewer than two differences.
     """
-    if items is None or full is None or len(items) < 2:
+    if len(differences) < 2:
         return None
-    differences = items - full
     half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
     return float(differences.mean() - half), float(differences.mean() + half)

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from attncache_core.calibration.substitution import token_passes
-from attncache_core.engine.layers import attention_context
+from attncache_core.engine.layers import NO_REUSED_MAPS, attention_context
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.text.token_batch import pack
 
 
@@ -43,13 +42,12 @@ def measure_importance(
     sequences.
     """
     totals = np.zeros((2, len(model.layers)))  # sums over tokens, for attention and for blocks
-    none = HitRecords([])
     done = 0
     for indices in token_passes([len(sequence) for sequence in sequences]):
         batch = pack([sequences[index] for index in indices])
         hidden = model.embed(batch)
         for number, layer in enumerate(model.layers):
-            context = attention_context(number, layer, layer.attention_input(hidden), batch, none)
+            context = attention_context(number, layer, layer.attention_input(hidden), batch, NO_REUSED_MAPS)
             attended = layer.add_attention(hidden, context)
             output = layer.feed_forward(attended)
             totals[:, number] += _change(hidden, attended), _change(hidden, output)

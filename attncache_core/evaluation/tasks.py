@@ -21,19 +21,6 @@ from attncache_core.text.labels import LabelTokens
 Sequences = list[list[int]]
 
 
-def full_outputs(
-    engine: PrefillEngine, sequences: Sequence[Sequence[int]], batch_size: int = 64
-) -> np.ndarray:
-    """Return the engine's outputs without reuse for one or more sequences, float32 [sequences, d].
-
-    Raises NotFinite with the index of the first sequence whose output is not finite.
-    """
-    batches = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
-    results = [engine.run(engine.requests(batch, reuse=False)) for batch in batches]
-    require_finite(np.concatenate([result.finite for result in results]), "data")
-    return np.concatenate([result.outputs for result in results])
-
-
 class Task(Protocol):
     """Token sequences, and scores of outputs for these sequences."""
 

@@ -26,9 +26,7 @@ def locked(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """
     folder.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(file):
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -113,11 +111,6 @@ def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
     name: of the file that was to be written, as a pattern.
     """
     return list(folder.glob(f".{name}.*.unfinished"))
-
-
-def is_whole(path: Path) -> bool:
-    """Return whether `path` is a file with content, as `write_whole` leaves it."""
-    return path.is_file() and path.stat().st_size > 0
 
 
 def move_into_place(finished: Path, folder: Path) -> None:

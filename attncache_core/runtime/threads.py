@@ -35,7 +35,7 @@ def limit_threads(threads: int | None = None) -> int:
     count = threads or available_processors()
     torch.set_num_threads(count)
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
-    limit_faiss(count)
+    faiss.omp_set_num_threads(count)
     return count
 
 
@@ -47,7 +47,7 @@ def use_threads(count: int) -> None:
     """
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-    limit_faiss(count)
+    faiss.omp_set_num_threads(count)
 
 
 @contextmanager
@@ -77,11 +77,6 @@ def compiled_threads() -> int:
 
 
 _outside = threading.local()  # .count: the number of torch's threads outside of `one_thread`
-
-
-def limit_faiss(count: int) -> None:
-    """Set the number of Faiss threads for the calling thread, since OpenMP keeps this number per thread."""
-    faiss.omp_set_num_threads(count)
 
 
 def _quota(cgroup: Path) -> float | None:

@@ -16,9 +16,20 @@ from benchmarks.measuring import blend as bench
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 
-_DISK_BYTES = 16 << 30
+DISK_BYTES = 16 << 30
+memory_bytes_option = click.option(
+    "--memory-bytes",
+    type=click.IntRange(min=1),
+    help="Most bytes of keys and values in memory. Default: a quarter of the memory that is available.",
+)
+folder_option = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
+    "files.",
+)
 
 
 @click.command("blend")
@@ -67,17 +78,8 @@ _DISK_BYTES = 16 << 30
     show_default=True,
     help="Number of timing repetitions, each with a prompt of its own; the methods alternate.",
 )
-@click.option(
-    "--memory-bytes",
-    type=click.IntRange(min=1),
-    help="Most bytes of keys and values in memory. Default: a quarter of the memory that is available.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
-    "files.",
-)
+@memory_bytes_option
+@folder_option
 @json_option
 def bench_blend(
     checkpoint: Checkpoint,
@@ -114,12 +116,7 @@ def bench_blend(
             "--chunk-tokens",
             field="chunk_tokens",
         )
-    facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    facts = machine_and_model(engine)
     show_machine(facts)
     tables = []
     with (
@@ -138,7 +135,7 @@ def bench_blend(
                     first_visit_ratio,
                     memory_bytes,
                     Path(temporary) / "kv",
-                    _DISK_BYTES,
+                    DISK_BYTES,
                     speed,
                 )
                 rows = bench.measure(chosen, cases, progress)

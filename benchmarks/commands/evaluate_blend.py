@@ -32,7 +32,7 @@ from benchmarks.plots import PaperPlots
 from service.commands.evaluation import without_nan, write_markdown
 from service.commands.options import json_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 
 
 def ratios_of(
@@ -215,10 +215,7 @@ def blend(
         )
     engine.close()
     facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        **machine_and_model(engine),
         "questions": len(cases),
         "chunks": sum(len(case.sequence.spans) for case in cases) / len(cases),
         "tokens": sum(len(case.sequence.ids) for case in cases) / len(cases),

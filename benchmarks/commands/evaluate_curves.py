@@ -21,14 +21,14 @@ from attncache_core import (
 from attncache_core.calibration.database import unrecorded
 from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import FULL, compare
-from attncache_core.evaluation.tasks import AgreementTask, full_outputs
+from attncache_core.evaluation.tasks import AgreementTask
 from attncache_core.heads.comparator import Measure
 from attncache_core.runtime.devices import Dtype
 from benchmarks.papers.curves import measure_curves
-from benchmarks.papers.methods import PaperMethods
-from benchmarks.papers.presets import Preset
+from benchmarks.papers.methods import PaperMethods, Preset
 from benchmarks.plots import PaperPlots
 from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress

@@ -13,19 +13,18 @@ import click
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine
 from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Dtype
+from benchmarks.commands.blend import DISK_BYTES, folder_option, memory_bytes_option
 from benchmarks.commands.engine import report_absent
 from benchmarks.measuring import prefix as bench
 from benchmarks.measuring.engine import started
-from benchmarks.measuring.few_shot import mmlu_prompts, synthetic_prompts
+from benchmarks.measuring.few_shot import mmlu_prompts, shared_prefixes, synthetic_prompts
 from benchmarks.measuring.prefix_peers import LIBRARIES, short_name
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from benchmarks.papers.mmlu import read_questions
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 from service.settings.cluster import SharedAddress
-
-_DISK_BYTES = 16 << 30
 
 
 @click.command("prefix")
@@ -78,17 +77,8 @@ _DISK_BYTES = 16 << 30
     show_default=True,
     help="Number of timing repetitions, each with texts of its own; the methods alternate.",
 )
-@click.option(
-    "--memory-bytes",
-    type=click.IntRange(min=1),
-    help="Most bytes of keys and values in memory. Default: a quarter of the memory that is available.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
-    "files.",
-)
+@memory_bytes_option
+@folder_option
 @click.option(
     "--shared",
     metavar="URL",
@@ -146,25 +136,20 @@ def bench_prefix(
     _require(sequences, needed, checkpoint.position_limit)
     parts = [sequences[first : first + count] for first in range(0, needed, count)]
     sizes = [1, batch] if batch > 1 else [1]
-    facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    facts = machine_and_model(engine)
     show_machine(facts)
     with ExitStack() as stack:
         temporary = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="attncache-bench-", dir=folder))
         )
         read_speed = read_bytes_per_second(temporary)
-        prefixes_found = bench.prefixes_of(parts)
+        prefixes_found = shared_prefixes(sequences[:needed])
         chosen = bench.methods(
             engine,
             prefixes_found,
             memory_bytes,
             temporary / "kv",
-            _DISK_BYTES,
+            DISK_BYTES,
             measured_prefill_speed(engine),
             SharedAddress.parse(shared) if shared else None,
         )

@@ -14,6 +14,7 @@ from attncache_core import Checkpoint, PrefillEngine
 from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.runtime.devices import Dtype
 from attncache_core.runtime.threads import available_processors
+from benchmarks.commands.blend import folder_option
 from benchmarks.measuring import sessions as bench
 from benchmarks.measuring.conversations import (
     Conversations,
@@ -27,7 +28,7 @@ from benchmarks.measuring.conversations import (
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine, machine_and_model, show_machine, show_table, write_json
 
 
 @click.command("sessions")
@@ -103,12 +104,7 @@ from service.commands.report import machine, show_machine, show_table, write_jso
     show_default=True,
     help="Size of the disk tier, as a share of the same.",
 )
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
-    "files.",
-)
+@folder_option
 @click.option(
     "--simulate",
     "simulated",
@@ -165,12 +161,7 @@ def bench_sessions(
         layout_of(engine)
         if checkpoint.position_limit:
             drawn = replace(drawn, context=min(context, checkpoint.position_limit))
-        facts = {
-            **machine(engine.threads),
-            "model": checkpoint.name,
-            **checkpoint.variant,
-            "dtype": str(engine.dtype).removeprefix("torch."),
-        }
+        facts = machine_and_model(engine)
         show_machine(facts)
         tables = [
             _measure(engine, replace(drawn, rate=rate), policies, memory_share, disk_share, folder)

@@ -188,14 +188,10 @@ def measure(
     cases: one more than rounds; the first one warms up. chosen: with RECOMPUTED. report: called with the
     stage and (done, total) rounds.
     """
-    keys = list(chosen)
-    names = [str(number) for number in range(len(keys))]
-    seconds: dict[tuple[str, str | None], list[float]] = {key: [] for key in keys}
-    answers: dict[tuple[str, str | None], list[Answer]] = {key: [] for key in keys}
+    seconds: dict[tuple[str, str | None], list[float]] = {key: [] for key in chosen}
+    answers: dict[tuple[str, str | None], list[Answer]] = {key: [] for key in chosen}
     for number, case in enumerate(cases):
-        for name in alternating(names, number):
-            key = keys[int(name)]
-            method = chosen[key]
+        for key, method in alternating(list(chosen.items()), number):
             method.prepare(case)
             passed, answer = timed(partial(method.run, case))
             if number:
@@ -204,7 +200,7 @@ def measure(
         if number:
             report("rounds", number, len(cases) - 1)
     expected = seconds[RECOMPUTED, None], answers[RECOMPUTED, None]
-    return [_row(key, seconds[key], answers[key], *expected) for key in keys]
+    return [_row(key, seconds[key], answers[key], *expected) for key in chosen]
 
 
 def _row(

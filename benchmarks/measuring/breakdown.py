@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +83,7 @@ def _break_down(
     everything = np.ones(count, dtype=bool)
     records = HitRecords([RecordGroup(segment, scattered)])
     one_record = HitRecords([RecordGroup(segment, np.zeros(count, dtype=np.int64))])
-    taken = _microseconds(
+    seconds = median_seconds(
         {
             "tokenise": lambda: full.tokenize(texts),
             "embed": lambda: full.model.embed(batch),
@@ -102,8 +102,10 @@ def _break_down(
             "pool": lambda: full.model.outputs(hidden, batch),
             "run": lambda: full.run(full.requests(sequences, reuse=False)),
             "hit run": lambda: hits.run(hits.requests(sequences)),
-        }
+        },
+        _ROUNDS,
     )
+    taken = {name: 1e6 * passed for name, passed in seconds.items()}
     projection, multiply = taken["one projection"], taken["multiply"]
     stages = [
         Stage("Q", projection, None),
@@ -155,14 +157,14 @@ def _linear(inputs: int, outputs: int, like: torch.Tensor) -> PackedLinear:
     return PackedLinear(weight, torch.zeros(outputs, dtype=like.dtype))
 
 
-def _microseconds(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median microseconds of each step. The steps alternate."""
+def median_seconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each step over the rounds, in which the steps alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(_ROUNDS + 3):
+    for number in range(rounds + 3):
         for name, step in steps.items():
             step()  # warms up, because the processor's caches hold the data of the step before
             started = time.perf_counter()
             step()
             if number >= 3:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(taken) * 1e6 for name, taken in seconds.items()}
+    return {name: statistics.median(taken) for name, taken in seconds.items()}

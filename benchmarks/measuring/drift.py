@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from attncache_core import (
     AttentionDatabase,
@@ -33,7 +34,7 @@ from attncache_core import (
     Progress,
     build_database,
 )
-from attncache_core.evaluation.tasks import full_outputs
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.runtime.files import write_whole
 from benchmarks.measuring.hit_costs import HitCosts, measure_costs
 from benchmarks.measuring.month import Day, Reservoir
@@ -67,11 +68,8 @@ class ArmDay:
     tightened: Served  # with verification
     steps: tuple[int, ...]  # of tightening, at the end of the day: of each length group, and of the limit
 
-    @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Self:
-        """Return what dataclasses.asdict made into JSON."""
-        served = {name: Served.of_json(content[name]) for name in ("calibrated", "tightened")}
-        return cls(**{**content, **served, "arm": Arm(content["arm"]), "steps": tuple(content["steps"])})
+
+_ARM_DAY = TypeAdapter(ArmDay)
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class Simulation:
             # The sample after one day is this day, so the first renewal is the static database.
             return replace(self._arm_day(Arm.STATIC, day), arm=arm)
         name = f"{day:02}-{arm.name.lower()}.json"
-        return ArmDay.of_json(self._kept(name, lambda: asdict(self._served(arm, day))))
+        return _ARM_DAY.validate_python(self._kept(name, lambda: asdict(self._served(arm, day))))
 
     def _served(self, arm: Arm, day: int) -> ArmDay:
         """Build the database if it is new, serve the day's texts, and remove the database if it ends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
@@ -66,7 +66,4 @@ def shared_prefixes(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at the front."""
-    pairs = zip(left, right, strict=False)
-    return next(
-        (number for number, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

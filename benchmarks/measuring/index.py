@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import faiss
 import numpy as np
 
 from attncache_core import Progress
 from attncache_core.reuse.maps.index import EXACT_BELOW, FeatureIndex
-from attncache_core.runtime.threads import limit_faiss
 
 _QUERIES = 1024  # queries that recall is measured on, and that timed rounds use in turn
 _BLOCK = 16384  # vectors that the brute force compares at once: 64 MiB of distances
@@ -103,20 +103,20 @@ def measure(
     vectors, drawn = draw(cloud, count, dimensions)
     expected = brute_force(vectors, drawn, lambda done, total: progress(f"{stage}, brute force", done, total))
 
-    limit_faiss(threads)
+    faiss.omp_set_num_threads(threads)
     progress(f"{stage}, build", 0, count)
     index = FeatureIndex()
-    resident = _resident_bytes()
+    resident = resident_bytes()
     started = time.perf_counter()
     index.add(_LENGTH, vectors)
     build_seconds = time.perf_counter() - started
-    grown = None if resident is None else (_resident_bytes() or resident) - resident
+    grown = None if resident is None else (resident_bytes() or resident) - resident
     progress(f"{stage}, build", count, count)
 
     found, _ = index.nearest(_LENGTH, drawn)
     least, distances = (np.linalg.norm(vectors[rows] - drawn, axis=1) for rows in (expected, found))
     many = _time(index, drawn, queries, rounds)
-    limit_faiss(1)
+    faiss.omp_set_num_threads(1)
     one = _time(index, drawn, 1, rounds)
     return IndexReport(
         cloud=cloud,
@@ -152,7 +152,7 @@ def _bytes_on_disk(index: FeatureIndex) -> int:
         return sum(path.stat().st_size for path in index.write(Path(folder)))
 
 
-def _resident_bytes() -> int | None:
+def resident_bytes() -> int | None:
     """Return the resident memory of this process in bytes, or None if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

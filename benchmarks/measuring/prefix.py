@@ -18,7 +18,7 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine, Progress
 from attncache_core.engine.result import PrefillResult
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from benchmarks.measuring.few_shot import distinct_prompts, shared_prefixes
+from benchmarks.measuring.few_shot import distinct_prompts
 from benchmarks.measuring.stores import (
     Exactness,
     alternating,
@@ -384,8 +384,3 @@ def _ratio(plain: Method, stored: Method, texts: Ids, number: int) -> float:
     for method in (plain, stored) if number % 2 == 0 else (stored, plain):
         seconds[method] = method.timed(texts).seconds
     return seconds[stored] / seconds[plain]
-
-
-def prefixes_of(rounds: Sequence[Ids]) -> list[list[int]]:
-    """Return what the texts of all rounds have in common with each other."""
-    return shared_prefixes([ids for texts in rounds for ids in texts])

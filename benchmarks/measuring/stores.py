@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from attncache_core.reuse.kv.opening import (
     block_layout,
     open_key_values,
 )
+
+T = TypeVar("T")
 
 _TEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -110,10 +112,10 @@ class Exactness:
         self.cosine = min(self.cosine, float(cosines(found, expected).min()))
 
 
-def alternating(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in the order of one round: each round begins with another name."""
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
+def alternating(items: Sequence[T], number: int) -> list[T]:
+    """Return the items in the order of one round: each round begins with another item."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:

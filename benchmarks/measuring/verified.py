@@ -6,15 +6,15 @@ batches -> engine -> hits -> the service's verifier, which tightens the policy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine
-from attncache_core.calibration.gain import BATCH_SEQUENCES, BATCH_TOKENS
+from attncache_core.evaluation.tuning.measuring import service_batches
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy
 from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, find_shortfall, window_of
 from benchmarks.measuring.hit_costs import LengthCount
@@ -35,11 +35,6 @@ class Served:
     windows: int  # windows of verified hits that count, see count_windows
     kept: int  # windows of these that keep the budget
     lengths: tuple[LengthCount, ...]
-
-    @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Self:
-        """Return what dataclasses.asdict made into JSON."""
-        return cls(**{**content, "lengths": tuple(LengthCount(**entry) for entry in content["lengths"])})
 
 
 def serve(
@@ -63,15 +58,16 @@ def serve(
     fidelities: list[float] = []
     windows: dict[Window, list[float]] = {}
     counts: dict[int, np.ndarray] = {}  # length -> what LengthCount counts
-    for rows in _batches([len(ids) for ids in sequences]):
-        requests = reusing.requests([sequences[row] for row in rows])
+    end = 0
+    for requests in service_batches([[request] for request in reusing.requests(sequences)], False):
+        first, end = end, end + len(requests)
         policy = verifier.policy
         result = reusing.run(requests)
         verifier.offer(requests, result, policy)
         while verifier.has_work:
             verifier.verify_some()
-        strangeness = np.full(len(rows), np.nan) if result.strangeness is None else result.strangeness
-        measured = comparator.fidelity(result.outputs, exact[rows])
+        strangeness = np.full(len(requests), np.nan) if result.strangeness is None else result.strangeness
+        measured = comparator.fidelity(result.outputs, exact[first:end])
         for index, request in enumerate(requests):
             length, fidelity = len(request.ids), float(measured[index])
             hit = result.outcomes[index].is_hit
@@ -116,17 +112,3 @@ def count_windows(windows: Iterable[Sequence[float]], budget: Budget) -> tuple[i
 
 def _dtype(engine: PrefillEngine) -> Any:
     return str(engine.dtype).removeprefix("torch.")
-
-
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of full batches, in order: up to 64 texts and 1,024 tokens."""
-    batch: list[int] = []
-    tokens = 0
-    for index, length in enumerate(lengths):
-        if batch and (len(batch) == BATCH_SEQUENCES or tokens + length > BATCH_TOKENS):
-            yield batch
-            batch, tokens = [], 0
-        batch.append(index)
-        tokens += length
-    if batch:
-        yield batch

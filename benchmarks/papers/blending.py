@@ -27,11 +27,13 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput
+from attncache_core.evaluation.comparison import mean_interval
 from attncache_core.evaluation.tasks import label_names
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.decisions import class_decisions, class_scores
 from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.blend.chunks import Recomputation
+from benchmarks.measuring.stores import alternating
 from benchmarks.papers.blend_cases import Case
 
 RECOMPUTED = "recomputed"
@@ -257,8 +259,7 @@ def _timed(
     found: dict[str, Answer] = {}
     seconds: dict[str, list[float]] = {}
     for round_number in range(rounds):
-        first = (number * rounds + round_number) % len(ways)
-        for way in [*ways[first:], *ways[:first]]:
+        for way in alternating(ways, number * rounds + round_number):
             started = time.perf_counter()
             answers = way(case)
             passed = time.perf_counter() - started
@@ -325,7 +326,7 @@ class _Comparing:
             accuracy=float("nan") if right is None else float(right.mean()),
             accuracy_difference=None
             if right is None or right_before is None
-            else _interval(right - right_before),
+            else mean_interval(right - right_before),
             computed_tokens=statistics.fmean(answer.tokens for answer in answers),
             seconds=statistics.median(seconds),
             time_ratio=statistics.median(
@@ -358,11 +359,3 @@ def _bound(fidelity: np.ndarray, measure: Measure) -> float:
     if len(fidelity) < MIN_PROBES:
         return float("nan")
     return Quality.of(fidelity, measure).lower_bound
-
-
-def _interval(differences: np.ndarray) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of paired differences; None for fewer than two."""
-    if len(differences) < 2:
-        return None
-    half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
-    return float(differences.mean() - half), float(differences.mean() + half)

@@ -13,8 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from attncache_core.build.quality import masked_maps
-from attncache_core.build.training import ALPHA, map_distances
+from attncache_core.build.training import ALPHA, map_distances, masked_maps
 from attncache_core.calibration.calibrate import Progress, candidate_masks
 from attncache_core.calibration.probes import Measured, Probes, measure, stored_maps
 from attncache_core.calibration.substitution import collect_maps, token_passes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,26 @@ from attncache_core.evaluation.comparison import Method
 from attncache_core.evaluation.methods import METHODS, Methods
 from attncache_core.reuse.maps.database import AttentionDatabase
 from benchmarks.papers.per_layer_search import train_layerwise_search
-from benchmarks.papers.presets import Preset
 from benchmarks.papers.shared_maps import (
     layer_divergences,
     lazyformer_blocks,
     san_blocks,
     shared_maps_engine,
 )
+
+
+class Preset(StrEnum):
+    """The papers' thresholds. They keep no budget; 0.99 is a predicted mean map distance of 0.05."""
+
+    CONSERVATIVE = "conservative"
+    MODERATE = "moderate"
+    AGGRESSIVE = "aggressive"
+
+    @property
+    def threshold(self) -> float:
+        """The threshold θ of the preset."""
+        return {"conservative": 0.995, "moderate": 0.99, "aggressive": 0.95}[self]
+
 
 PAPER_METHODS = (*METHODS, *(f"attncache:{preset}" for preset in Preset), "attncache-f", "lazyformer", "san")
 # These methods give only the output of a sequence, not the log-probabilities of labels of several tokens.

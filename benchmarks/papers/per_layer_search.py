@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import run_layers
+from attncache_core.calibration.substitution import token_passes
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code, outcomes_of
 from attncache_core.reuse.storage.store import AttentionMapStore
@@ -136,7 +136,6 @@ def train_layerwise_search(
     head_order: Sequence[Sequence[int]],
     *,
     steps: int = TRAINING_STEPS,
-    seed: int = 0,
 ) -> LayerwiseSearch:
     """Train a projector and fill an index for each layer of a model.
 
@@ -147,7 +146,7 @@ def train_layerwise_search(
     """
     _require_recorded(store, recorded)
     searches = {
-        number: train_layer_search(store, number, inputs, steps=steps, seed=seed)
+        number: train_layer_search(store, number, inputs, steps=steps)
         for number, inputs in enumerate(_layer_inputs(model, recorded))
         if store.layout.stored_heads[number]
     }
@@ -167,10 +166,13 @@ def _require_recorded(store: AttentionMapStore, recorded: Recorded) -> None:
 
 def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, torch.Tensor]]:
     """Yield for each layer its input in the full model: length -> [records, L, hidden]."""
-    batches = [pack(part) for sequences in recorded.values() for part in _passes(sequences)]
+    batches = [
+        pack([sequences[index] for index in part])
+        for sequences in recorded.values()
+        for part in token_passes([len(ids) for ids in sequences], _TOKENS_PER_PASS)
+    ]
     with torch.inference_mode():
         states = [model.embed(batch) for batch in batches]
-    nothing = HitRecords([])
     for number in range(len(model.layers)):
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for batch, hidden in zip(batches, states, strict=True):
@@ -180,13 +182,6 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
         yield {length: torch.cat(of_length) for length, of_length in parts.items()}
         with torch.inference_mode():
             states = [
-                run_layers(model, batch, hidden, nothing, range(number, number + 1))[0]
+                run_layers(model, batch, hidden, NO_REUSED_MAPS, range(number, number + 1))[0]
                 for batch, hidden in zip(batches, states, strict=True)
             ]
-
-
-def _passes(sequences: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield sequences of one length in runs of at most 4096 tokens, but at least one sequence."""
-    step = max(1, _TOKENS_PER_PASS // len(sequences[0])) if sequences else 1
-    for first in range(0, len(sequences), step):
-        yield sequences[first : first + step]

@@ -14,7 +14,7 @@ from attncache_core.evaluation.importance import measure_importance
 from attncache_core.runtime.devices import Dtype
 from service.commands.options import json_option, template_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine_and_model, show_machine, show_table, write_json
 
 
 @click.command("prune")
@@ -62,10 +62,7 @@ def prune(
             lambda done, total: progress("measuring importance", done, total),
         )
     facts = {
-        **machine(engine.threads),
-        "model": checkpoint.name,
-        **checkpoint.variant,
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        **machine_and_model(engine),
         "texts": len(chosen),
     }
     show_machine(facts)

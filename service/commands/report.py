@@ -7,12 +7,15 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from attncache_core.runtime.processor import processor_name
+
+if TYPE_CHECKING:
+    from attncache_core import PrefillEngine
 
 _PACKAGES = (
     "torch",
@@ -36,6 +39,12 @@ def machine(threads: int) -> dict[str, str | int]:
         except metadata.PackageNotFoundError:
             continue
     return {"processor": processor_name(), "threads": threads, **versions}
+
+
+def machine_and_model(engine: PrefillEngine) -> dict[str, Any]:
+    """Return the facts of `machine`, and the engine's model, its variant and its dtype."""
+    checkpoint, dtype = engine.checkpoint, str(engine.dtype).removeprefix("torch.")
+    return {**machine(engine.threads), "model": checkpoint.name, **checkpoint.variant, "dtype": dtype}
 
 
 def show_machine(facts: Mapping[str, Any]) -> None:

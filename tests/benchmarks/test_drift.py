@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncache_core import AttentionDatabase, BuildOptions, InvalidInput
-from attncache_core.evaluation.tasks import full_outputs
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from benchmarks.__main__ import main

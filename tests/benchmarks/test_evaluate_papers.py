@@ -15,9 +15,8 @@ from attncache_core import AttentionDatabase, BuildOptions
 from attncache_core.build.builder import build_database
 from benchmarks.__main__ import main
 from benchmarks.papers.curves import THRESHOLDS
-from benchmarks.papers.methods import PAPER_METHODS
+from benchmarks.papers.methods import PAPER_METHODS, Preset
 from benchmarks.papers.per_layer_search import train_layerwise_search
-from benchmarks.papers.presets import Preset
 from benchmarks.plots import PaperPlots
 
 run = partial(run_command, program=main)

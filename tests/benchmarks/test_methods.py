@@ -17,9 +17,8 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.index import FeatureIndex, index_path
 from attncache_core.reuse.maps.projector import FeatureProjector
 from benchmarks.papers import methods as methods_module
-from benchmarks.papers.methods import PAPER_METHODS, PaperMethods
+from benchmarks.papers.methods import PAPER_METHODS, PaperMethods, Preset
 from benchmarks.papers.per_layer_search import train_layerwise_search
-from benchmarks.papers.presets import Preset
 from benchmarks.papers.shared_maps import layer_divergences, lazyformer_blocks, san_blocks, shared_maps_engine
 
 SEQUENCES = random_sequences([5, 6, 7, 8, 9, 10] * 4, seed=51)

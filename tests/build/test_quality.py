@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from attncache_core.build.quality import donor_distances, masked_maps
+from attncache_core.build.quality import donor_distances
 from attncache_core.build.sentences import Sentences
+from attncache_core.build.training import masked_maps
 from attncache_core.calibration.probes import find_probes
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import mildest_mask

@@ -43,11 +43,9 @@ def damage(engine, recorded, mask, products, held_out):
     """Return the mean damage to sentences that the mean maps of their lengths serve."""
     sentences = [ids for ids in recorded.sentences.of_side(held_out=held_out) if len(ids) < 9]
     probes = find_probes(engine.model, recorded.search, sentences)
-    models = [refitted_alone(engine.model, products, None)] if products else None
+    model = refitted_alone(engine.model, products, None) if products else None
     comparator, kinds = engine.decisions.comparator(Measure.COSINE), (RecordKind.MEAN,)
-    (found,) = measure(
-        engine.model, recorded.store, probes, [mask], comparator, kinds=kinds, hit_models=models
-    )
+    (found,) = measure(engine.model, recorded.store, probes, [mask], comparator, kinds=kinds, hit_model=model)
     return found[RecordKind.MEAN].damage.mean()
 
 

@@ -264,7 +264,7 @@ def test_load_is_full_batches_of_the_first_prompts(engine, prompts, monkeypatch)
     monkeypatch.setattr(blending, "BATCH_TOKENS", 200)
     monkeypatch.setattr(blending, "_LOADED_TOKENS", 500)
     monkeypatch.setattr(Runner, "run", noting)
-    measuring = blending._Measuring(engine, Measure.COSINE, False, (0.0, 0.5), 1)
+    measuring = blending._Measuring(engine, Measure.COSINE, False, (0.0, 0.5))
     sequences = list(blending._sequences(engine, prompts, "\n", False))
     shares = measuring.under_load(sequences)
     assert {*shares} == {0.0, 0.5}

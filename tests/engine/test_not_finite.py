@@ -41,11 +41,12 @@ from attncache_core import (
     build_database,
     fit_classifier,
 )
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.evaluation.comparison import compare
 from attncache_core.evaluation.methods import Methods
-from attncache_core.evaluation.tasks import AgreementTask, full_outputs
+from attncache_core.evaluation.tasks import AgreementTask
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.vectors import finite_sequences, normalize
 from attncache_core.native import rows

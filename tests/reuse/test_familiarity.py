@@ -156,21 +156,21 @@ def fitted(tiny_engine):
     )
     tokens = TokenStatistics(tiny_engine.model, count_tokens(like[:100], vocabulary))
     sequences = [*like, *odd, *same]
-    return sequences, fit_familiarity(tokens, sequences, damage, kinds)
+    return sequences, *fit_familiarity(tokens, sequences, damage, kinds)
 
 
 def test_texts_with_much_damage_are_stranger_even_if_their_kind_was_held_out(fitted):
-    sequences, fit = fitted
-    whole = fit.familiarity.strangeness(*packed(sequences))
-    for strangeness in (whole, fit.strangeness):
+    sequences, familiarity, cross_validated = fitted
+    whole = familiarity.strangeness(*packed(sequences))
+    for strangeness in (whole, cross_validated):
         like, odd, same = np.split(strangeness, [200, 320])
         assert np.quantile(like, 0.95) < np.quantile(odd, 0.05)
         assert np.quantile(like, 0.95) < np.quantile(same, 0.05)
 
 
 def test_strangeness_is_near_the_98th_percentile_of_the_damage(fitted):
-    sequences, fit = fitted
-    like = fit.familiarity.strangeness(*packed(sequences))[:200]
+    sequences, familiarity, _ = fitted
+    like = familiarity.strangeness(*packed(sequences))[:200]
     # The damage of texts of even tokens has mean 0.008, 90th percentile 0.0134 and 98th percentile 0.0182.
     assert 0.015 < np.median(like) < 0.025
 

@@ -27,12 +27,13 @@ import torch
 from attncache_core import native
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.quality import texts_needed
+from attncache_core.calibration.trial import full_outputs
 from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import AttnCacheError, InvalidInput, NotFinite
 from attncache_core.evaluation.importance import measure_importance
-from attncache_core.evaluation.tasks import full_outputs, label_names
+from attncache_core.evaluation.tasks import label_names
 from attncache_core.evaluation.tuning.databases import budget_of_build, open_or_build
 from attncache_core.evaluation.tuning.measuring import Judge, MeasuredWay, Subject, measure
 from attncache_core.evaluation.tuning.results import Results
