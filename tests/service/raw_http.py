@@ -14,6 +14,7 @@ import orjson
 from fake_engine import FakeEngine
 
 from attncache_core import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
@@ -46,6 +47,10 @@ class Served:
         with self.connect(listener) as client:
             client.sendall(request)
             return read_response(client)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.addresses[0][1]}"
 
     def connections(self):
         return list(self.server.server_state.connections)
@@ -93,6 +98,14 @@ def served(engine=None, **settings):
         for listener in listeners:
             listener.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def serving_model(folder, key_values=None, **settings):
+    """Serve the model of a folder, in float32, and yield the server's URL once it is ready."""
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=key_values)
+    with served(engine, model=str(folder), **settings) as server:
+        yield server.url
 
 
 def wait_until(holds):

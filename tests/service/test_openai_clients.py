@@ -9,7 +9,7 @@ from core_models import write_sentence_transformer
 from embedding_models import write_qwen3_embedding
 from langchain_openai import OpenAIEmbeddings
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
-from running import running
+from raw_http import serving_model
 from sentence_transformers import SentenceTransformer
 
 from attncache_core import KeyValueOptions
@@ -31,7 +31,7 @@ def oracle(folder):
 
 @pytest.fixture(scope="module")
 def url(folder):
-    with running(folder) as url:
+    with serving_model(folder) as url:
         yield url
 
 
@@ -108,7 +108,7 @@ def test_usage_counts_the_tokens_whose_keys_and_values_were_stored(tmp_path):
     folder = write_qwen3_embedding(tmp_path / "qwen3")
     front = "where is my parcel ? " * 40
     with (
-        running(folder, key_values=KeyValueOptions()) as url,
+        serving_model(folder, key_values=KeyValueOptions()) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
         first = client.embeddings.create(model="qwen3", input=f"{front} a").usage
