@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+import pytest
 from fake_engine import FakeEngine
 
 from attncache_core import PrefillEngine
@@ -106,6 +109,16 @@ def serving_model(folder, key_values=None, **settings):
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=key_values)
     with served(engine, model=str(folder), **settings) as server:
         yield server.url
+
+
+def make_certificate(folder, name, address="IP:127.0.0.1"):
+    """Write NAME.pem, a certificate for this address, and NAME.key. Skips the test without openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes certificates")
+    files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem", "-days", "3650", "-nodes"]
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={address}"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
 
 
 def wait_until(holds):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_engine import serving
-from raw_http import HEALTH, post, served, wait_until
+from raw_http import HEALTH, make_certificate, post, served, wait_until
 
 from attncache_core import AttnCacheError
 from service.errors import AddressUnavailable, InvalidSettings
@@ -132,17 +132,11 @@ def test_paths_that_begin_alike_are_not_for_operators():
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """A folder with first.pem, first.key, second.pem, second.key and an encrypted.key of first.pem."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed, which makes the certificates")
     folder = tmp_path_factory.mktemp("certificates")
     for name in ("first", "second"):
-        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
-        names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "3650"]
-        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+        make_certificate(folder, name)
     encrypt = ["ec", "-in", folder / "first.key", "-out", folder / "encrypted.key", "-aes128"]
-    subprocess.run([openssl, *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
+    subprocess.run(["openssl", *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
     return folder
 
 

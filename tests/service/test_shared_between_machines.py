@@ -6,10 +6,8 @@ import logging
 import os
 import random
 import re
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from array import array
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 from core_decoders import write_llama
 from fake_engine import FakeEngine, embedding_of, policy_of, serving
+from raw_http import make_certificate
 from running import samples
 from valkeys import running_valkey
 
@@ -632,14 +631,9 @@ async def test_user_with_the_commands_of_the_documentation_may_do_everything(
 @pytest.fixture
 def encrypted(valkey, tmp_path):
     """Pass what comes encrypted on to the server; yield the port and the file of the certificate."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("openssl is not installed, which makes the certificate")
-    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    names = ["-subj", "/CN=store", "-addext", "subjectAltName=DNS:localhost", "-days", "3650"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    make_certificate(tmp_path, "store", "DNS:localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    context.load_cert_chain(tmp_path / "store.pem", tmp_path / "store.key")
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
 
     async def copy(reader, writer):
@@ -665,7 +659,7 @@ def encrypted(valkey, tmp_path):
     thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(30)
-    yield found[0], tmp_path / "cert.pem"
+    yield found[0], tmp_path / "store.pem"
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 
