@@ -162,14 +162,6 @@ def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced():
     assert keys.holder(headers(x_api_key=ONE)) is keys.holder(headers(x_api_key=TWO))
 
 
-def test_malformed_file_changes_nothing_on_reload(file):
-    keys = KeyRing(file, None, LocalStore())
-    keys_file(file.parent, f"one {TWO}\noops\n")
-    with pytest.raises(InvalidSettings, match="line 2"):
-        keys.reload()
-    assert keys.holder(headers(x_api_key=ONE)).name == "one"
-
-
 def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file):
     for method, path in (("GET", "/health"), ("HEAD", "/ready"), ("GET", "/"), ("GET", "/page/page.js")):
         assert is_open(method, path, "public")

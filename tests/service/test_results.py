@@ -1,6 +1,7 @@
 """Results of equal sequences: computed once, kept up to a number of bytes, and never shared across salts."""
 
 import asyncio
+import re
 import threading
 
 import numpy as np
@@ -223,6 +224,8 @@ async def test_headers_and_metrics_tell_what_was_repeated():
     assert response.headers["X-AttnCache-Repeated"] == "2/3"
     assert off.headers["X-AttnCache-Repeated"] == "0/1"
     np.testing.assert_allclose(response.json()[1], unit(embedding_of(b"ccc")), rtol=1e-6)
+    assert re.search(r"^attncache_results_bytes [1-9]", metrics, re.MULTILINE)
+    assert "attncache_queue_tokens 0.0" in metrics
     assert 'attncache_repeated_sequences_total{source="kept"} 2.0' in metrics
     assert 'attncache_tokens_total{state="repeated"} 3.0' in metrics
 
