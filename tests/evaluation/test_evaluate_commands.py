@@ -153,6 +153,8 @@ def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
     assert full["scores"] == {"test": pytest.approx(np.mean(decided == [label for _, label in test]))}
     assert reusing["recorded"] == 0
     assert 0 <= reusing["agreement"] <= 1
+    for method in (full, reusing):
+        assert f"{method['score']:.4f}" in text
     low, high = reusing["difference_interval"]
     assert low <= reusing["score"] - full["score"] <= high
 

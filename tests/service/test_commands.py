@@ -244,41 +244,6 @@ def test_fitted_classifier_is_loaded_and_predicts_its_training_labels(tiny_check
     assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
 
 
-def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
-    override = ("--heads", "layers:0", "--threshold", "0", "--json", tmp_path / "report.json")
-    text = succeeded(
-        run(
-            "evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0],
-            *arguments, *override,
-        )
-    )  # fmt: skip
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert report["metric"] == "accuracy"
-    assert report["machine"]["texts"] == 30
-    assert report["machine"]["reused_heads"] == "4 of 12"
-    # The records of evaluated texts are excluded.
-    assert "30 of 240 records excluded: records of evaluated texts" in text
-    full, reusing = report["methods"]
-    assert (full["method"], reusing["method"]) == ("full", "attncache")
-    assert (full["recorded"], reusing["recorded"]) == (0, 0)
-    assert full["hit_rate"] == 0
-    for method in (full, reusing):
-        assert f"{method['score']:.4f}" in text
-
-
-def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
-    override = ("--threshold", "2", "--json", tmp_path / "report.json")
-    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
-    succeeded(run(*command, *arguments, *override))
-
-    def refuse(name):
-        raise ValueError(name)
-
-    json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
-
-
 BUILD = "build --corpus {files}/corpus.tsv --database"
 EVALUATE = "evaluate classification --train {files}/train.tsv --data {files}/test.tsv --database {built}"
 CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
