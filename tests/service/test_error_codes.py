@@ -84,6 +84,15 @@ def provoked_by(code, path, body, engine=None, **settings):
             return await client.post(path, content=content)
 
 
+def raised_by(code, call):
+    """Register a call that raises the error; it takes an empty folder."""
+
+    @provokes(code)
+    async def raises(folder):
+        call(folder)
+        raise AssertionError
+
+
 def documented():
     """Return the status of each code in the table of the page; "" for errors that are no response."""
     section = API_PAGE.read_text(encoding="utf-8").split("\n## Errors\n", 1)[1].split("\n## ", 1)[0]
@@ -145,6 +154,15 @@ provoked_by("no_key_values", "/cache/lookup", {"texts": "a"}, admin=True)
 provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key="a-key-0123456789abc")
 
 
+# The routes that raise it answer with the codes of OpenAI.
+raised_by("unknown_model", lambda _: check_model_name("another", Settings()))
+raised_by("store_unavailable", lambda folder: SqliteStore(folder / "no folder" / "store.sqlite"))
+raised_by("invalid_settings", lambda _: read_settings({"port": "many"}))
+raised_by("model_not_found", lambda folder: find_checkpoint(str(folder / "absent")))
+raised_by("database_refused", lambda folder: AttentionDatabase.open(folder / "absent"))
+raised_by("build_failed", lambda _: fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model=""))
+
+
 @provokes("forbidden")
 async def _(_folder):
     async with serving(api_key="client a-key-0123456789abc") as client:
@@ -165,13 +183,6 @@ async def _(_folder):
     async with serving() as client:
         headers = {"X-AttnCache-Require-Model": "f" * 64}
         return await client.post("/embed", json={"inputs": "a"}, headers=headers)
-
-
-@provokes("unknown_model")
-async def _(_folder):
-    # The routes that raise it answer with the codes of OpenAI.
-    check_model_name("another", Settings())
-    raise AssertionError
 
 
 @provokes("deadline_exceeded")
@@ -231,12 +242,6 @@ async def _(_folder):
     raise AssertionError
 
 
-@provokes("store_unavailable")
-async def _(folder):
-    SqliteStore(folder / "no folder" / "store.sqlite")
-    raise AssertionError
-
-
 @provokes("shared_unavailable")
 async def _(_folder):
     # A port of the machine on which nobody listens.
@@ -289,12 +294,6 @@ async def _(_folder):
     return await anyio.to_thread.run_sync(ask)
 
 
-@provokes("invalid_settings")
-async def _(_folder):
-    read_settings({"port": "many"})
-    raise AssertionError
-
-
 @provokes("address_unavailable")
 async def _(_folder):
     with bind("127.0.0.1", 0) as taken:
@@ -302,22 +301,10 @@ async def _(_folder):
     raise AssertionError
 
 
-@provokes("model_not_found")
-async def _(folder):
-    find_checkpoint(str(folder / "absent"))
-    raise AssertionError
-
-
 @provokes("unsupported_model")
 async def _(folder):
     (folder / "config.json").write_text('{"model_type": "sundial"}')
     read_checkpoint(folder)
-    raise AssertionError
-
-
-@provokes("database_refused")
-async def _(folder):
-    AttentionDatabase.open(folder / "absent")
     raise AssertionError
 
 
@@ -333,10 +320,4 @@ async def _(_folder):
     seconds = itertools.count()  # every pair of passes waited for the processors
     with mock.patch("attncache_core.calibration.paired.waited_seconds", seconds.__next__):
         compare([(lambda: None, lambda: None)], limit=0.0)
-    raise AssertionError
-
-
-@provokes("build_failed")
-async def _(_folder):
-    fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model="")
     raise AssertionError
