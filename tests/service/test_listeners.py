@@ -17,7 +17,6 @@ from raw_http import HEALTH, make_certificate, post, served, wait_until
 
 from attncache_core import AttnCacheError
 from service.errors import AddressUnavailable, InvalidSettings
-from service.settings import Settings, read_settings
 from service.web.listeners import (
     BACKLOG,
     OPERATORS_PATHS,
@@ -206,21 +205,6 @@ def test_refused_certificate_changes_nothing(certificates):
     with pytest.raises(AttnCacheError):
         load_certificate(context, certificates / "second.pem", certificates / "first.key")
     load_certificate(context, certificates / "first.pem", certificates / "first.key")
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
-        ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
-        ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
-        ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, says):
-    with pytest.raises(InvalidSettings, match=says):
-        read_settings(settings)
-    assert read_settings({}) == Settings()
 
 
 # Browsers and compression.

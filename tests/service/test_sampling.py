@@ -219,22 +219,6 @@ async def test_sessions_are_not_sampled(monkeypatch):
         assert len(sampled) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sample": True, "maps": False}, "--sample has no effect with --no-maps"),
-        ({"sample": True, "reuse": False}, "--sample has no effect with --no-reuse"),
-        ({"renew_hours": 24}, "--renew-hours has no effect without --sample"),
-        ({"sample_texts": 5}, "--sample-texts has no effect without --sample"),
-        ({"sample": True, "renew_hours": 0}, "greater than 0"),
-        ({"sample": True, "sample_texts": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_without_effect_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        Settings(**given)
-
-
 def decided(result, hours_ago):
     moment = time.gmtime(time.time() - hours_ago * 3600)
     return Renewal(time.strftime("%Y-%m-%dT%H:%M:%SZ", moment), result, 0, 1, "why")
