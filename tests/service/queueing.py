@@ -38,8 +38,8 @@ async def batching(
     assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
 
 
-def submit(batcher, texts, reuse=True):
-    return batcher.submit(Texts(texts, truncate=True), reuse=reuse)
+def submit(batcher, texts, reuse=True, **more):
+    return batcher.submit(Texts(texts, truncate=True), reuse=reuse, **more)
 
 
 async def hold(engine, batcher):

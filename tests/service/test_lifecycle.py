@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from fake_engine import FakeEngine, serving, starting
+from fake_engine import FakeEngine, ready, serving, starting
 
 from attncache_core import ModelNotFound
 
@@ -30,8 +30,7 @@ async def test_server_lives_at_once_and_is_ready_when_loaded():
             assert int(response.headers["Retry-After"]) >= 1
         assert "attncache_ready 0.0" in (await client.get("/metrics")).text
         loaded.set()
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
+        await ready(client)
         assert (await client.get("/ready")).json() == {"status": "ready"}
         assert "attncache_ready 1.0" in (await client.get("/metrics")).text
         assert (await client.post("/embed", json={"inputs": "a"})).status_code == 200

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
+from fake_engine import OWN_PROMPT, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import assert_result_of, batching, hold, submit
@@ -230,17 +230,13 @@ async def test_batcher_refuses_one_client_and_serves_the_other():
     engine = FakeEngine()
     async with batching(engine, tokens=10, queue_seconds=0.0) as batcher:
         busy = await measured_batcher(batcher, engine)
-
-        def submitted(client, *texts):
-            return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(client,))
-
-        waiting = submitted("greedy", *["x" * 10] * 3)
+        waiting = submit(batcher, ["x" * 10] * 3, flow=("greedy",))
         with pytest.raises(QueueFull):
-            submitted("greedy", "x")
-        other = submitted("modest", "one text")
+            submit(batcher, ["x"], flow=("greedy",))
+        other = submit(batcher, ["one text"], flow=("modest",))
         engine.may_run.set()
         await asyncio.gather(busy, waiting, other)
-        await submitted("greedy", "x")
+        await submit(batcher, ["x"], flow=("greedy",))
 
 
 @pytest.mark.anyio
@@ -248,9 +244,7 @@ async def test_refusal_says_when_to_come_again_and_names_the_option():
     engine, body = FakeEngine(), {"inputs": "x"}
     async with serving(engine, max_queue_seconds=0, max_batch_tokens=10) as client:
         assert (await client.post("/embed", json={"inputs": ["x" * 10] * 50})).status_code == 200
-        engine.may_run.clear()
-        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await begun(engine, client.post("/embed", json={"inputs": "busy"}))
         waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 10] * 8}))
         while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.001)

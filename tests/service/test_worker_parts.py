@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 from core_decoders import write_llama
-from fake_engine import FakeEngine, embedding_of, policy_of, starting
+from fake_engine import FakeEngine, begun, embedding_of, policy_of, starting
 from raw_http import request_and_leave
 
 from attncache_core import KeyValueOptions, PrefillEngine
@@ -228,9 +228,7 @@ async def running_in_the_first(clients, engine):
     """While the block runs, a turn `b` of session `s` runs in the first of two workers, after a turn `a`."""
     first, other = clients
     await turn(other, transcript="a")
-    engine.may_run.clear()
-    running = asyncio.create_task(turn(first, append="b"))
-    await asyncio.to_thread(engine.runs.acquire)
+    running = await begun(engine, turn(first, append="b"))
     yield
     engine.may_run.set()
     assert await running == embedding_of(b"ab").tolist()
