@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_decoders import write_llama
-from fake_engine import FakeEngine, embedding_of, policy_of, serving
+from fake_engine import FakeEngine, begun, embedding_of, policy_of, serving
 from raw_http import make_certificate
 from running import samples
 from valkeys import running_valkey
@@ -162,9 +162,7 @@ async def test_frozen_server_that_wakes_up_finds_its_turn_added_and_adds_it_not_
     frozen = FakeEngine()
     async with machines(valkey.url, frozen, FakeEngine()) as (first, second):
         await turn(first, transcript="a")
-        frozen.may_run.clear()
-        late = asyncio.create_task(turn(first, "one", append="b"))
-        await asyncio.to_thread(frozen.runs.acquire)
+        late = await begun(frozen, turn(first, "one", append="b"))
         assert_is_about(await turn(second, "one", append="b"), "ab")
         frozen.may_run.set()
         assert_is_about(await late, "ab")
