@@ -345,21 +345,6 @@ def test_report_on_a_database_has_the_figures_of_the_engines_own_run(
     assert report.seconds >= report.attention_seconds > report.search_seconds > 0
 
 
-def test_report_without_hits_has_no_cosine(tiny_checkpoint, tiny_engine, tiny_database, sequences):
-    database = AttentionDatabase.open(tiny_database, threshold=2.0)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    full = prefill(tiny_engine, sequences, reuse=False)
-    methods = {
-        "full": lambda batch: prefill(tiny_engine, batch, reuse=False),
-        "attncache": lambda batch: prefill(engine, batch),
-    }
-    task = AgreementTask("texts", COSINE, sequences, full.outputs)
-    _, report = compare(methods, task, COSINE, rounds=1)
-    assert report.hit_rate == 0
-    assert np.isnan(report.cosine)
-    assert report.score == pytest.approx(1, abs=1e-5)
-
-
 def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_checkpoint, sequences):
     full = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
     sharing = shared_maps_engine(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")

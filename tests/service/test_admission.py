@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from fake_engine import FakeEngine, begun, serving
-from queueing import batching, hold, submit
+from queueing import CountingEngine, batching, hold, submit
 
 from service.errors import QueueFull
 
@@ -41,13 +41,6 @@ async def test_text_that_arrives_later_is_in_the_next_batch():
 
 
 async def test_texts_of_another_client_are_tokenised_only_as_batches_need_them():
-    class CountingEngine(FakeEngine):
-        tokenized = 0
-
-        def tokenize(self, texts, *more, **named):
-            self.tokenized += len(texts)
-            return super().tokenize(texts, *more, **named)
-
     engine = CountingEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
         busy = await hold(engine, batcher)

@@ -74,14 +74,26 @@ def provokes(code):
     return register
 
 
-def provoked_by(code, path, body, engine=None, **settings):
+def provoked_by(code, path, body, engine=None, headers=None, **settings):
     """Register a POST request with this body, in JSON unless it is bytes, to a server with these settings."""
 
     @provokes(code)
     async def answer(_folder):
         async with serving(FakeEngine(**(engine or {})), **settings) as client:
             content = body if isinstance(body, bytes) else orjson.dumps(body)
-            return await client.post(path, content=content)
+            return await client.post(path, content=content, headers=headers)
+
+
+def provoked_by_bytes(code, request, **settings):
+    """Register these bytes, sent to a server with these settings."""
+
+    @provokes(code)
+    async def answer(_folder):
+        def ask():
+            with served(**settings) as server:
+                return server.ask(request)
+
+        return await anyio.to_thread.run_sync(ask)
 
 
 def raised_by(code, call):
@@ -151,7 +163,14 @@ provoked_by("unknown_session", "/embed", {"session_id": "s", "append": "a"})
 provoked_by("not_found", "/nowhere", {})
 provoked_by("method_not_allowed", "/health", {})
 provoked_by("no_key_values", "/cache/lookup", {"texts": "a"}, admin=True)
-provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key="a-key-0123456789abc")
+KEY = {"X-API-Key": "a-key-0123456789abc"}
+OTHER_MODEL = {"X-AttnCache-Require-Model": "f" * 64}
+provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key=KEY["X-API-Key"])
+provoked_by("forbidden", "/explain", {}, headers=KEY, api_key=f"client {KEY['X-API-Key']}", admin=True)
+provoked_by("model_mismatch", "/embed", {"inputs": "a"}, headers=OTHER_MODEL)
+provoked_by_bytes("malformed_request", b"nonsense\r\n\r\n")
+provoked_by_bytes("headers_too_large", HEALTH[:-2] + b"X: y\r\n" * 20_000)
+provoked_by_bytes("request_timeout", post(b"{}")[:-1], body_seconds=0.2)
 
 
 # The routes that raise it answer with the codes of OpenAI.
@@ -163,26 +182,12 @@ raised_by("database_refused", lambda folder: AttentionDatabase.open(folder / "ab
 raised_by("build_failed", lambda _: fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model=""))
 
 
-@provokes("forbidden")
-async def _(_folder):
-    async with serving(api_key="client a-key-0123456789abc") as client:
-        return await client.get("/metrics", headers={"X-API-Key": "a-key-0123456789abc"})
-
-
 @provokes("quota_exceeded")
 async def _(_folder):
-    key = "a-key-0123456789abc"
-    async with serving(api_key=f"client {key} requests_per_minute=1") as client:
+    async with serving(api_key=f"client {KEY['X-API-Key']} requests_per_minute=1") as client:
         for _ in range(2):
-            response = await client.post("/embed", json={"inputs": "a"}, headers={"X-API-Key": key})
+            response = await client.post("/embed", json={"inputs": "a"}, headers=KEY)
         return response
-
-
-@provokes("model_mismatch")
-async def _(_folder):
-    async with serving() as client:
-        headers = {"X-AttnCache-Require-Model": "f" * 64}
-        return await client.post("/embed", json={"inputs": "a"}, headers=headers)
 
 
 @provokes("deadline_exceeded")
@@ -258,29 +263,6 @@ async def _(_folder):
     state = SimpleNamespace(settings=Settings())
     await Call({"type": "http"}, receive, state, {}, Client(()), "1").content()
     raise AssertionError
-
-
-async def _raw(request, **settings):
-    def ask():
-        with served(**settings) as server:
-            return server.ask(request)
-
-    return await anyio.to_thread.run_sync(ask)
-
-
-@provokes("malformed_request")
-async def _(_folder):
-    return await _raw(b"nonsense\r\n\r\n")
-
-
-@provokes("headers_too_large")
-async def _(_folder):
-    return await _raw(HEALTH[:-2] + b"X: y\r\n" * 20_000)
-
-
-@provokes("request_timeout")
-async def _(_folder):
-    return await _raw(post(b"{}")[:-1], body_seconds=0.2)
 
 
 @provokes("too_many_connections")
