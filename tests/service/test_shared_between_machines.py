@@ -275,32 +275,23 @@ async def converse(servers, number, is_over, seen):
 async def test_conversations_under_load_are_whole_through_outages(tmp_path, keeps, expected, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
-    outages, seen, chance, over = (
-        int(os.environ.get("ATTNCACHE_OUTAGES", "3")),
-        Counter(),
-        random.Random(1),
-        [],
-    )
+    seen, chance, over = Counter(), random.Random(1), asyncio.Event()
     with running_valkey(tmp_path, "--appendonly", keeps) as valkey:
-        await converse_through(valkey, outages, chance, over, seen)
+        async with (
+            machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(32):
+                group.create_task(converse(servers, number, over.is_set, seen))
+            for _ in range(int(os.environ.get("ATTNCACHE_OUTAGES", "3"))):
+                await asyncio.sleep(0.3 * chance.random())
+                away, back = chance.choice([(valkey.kill, valkey.start), (valkey.freeze, valkey.thaw)])
+                away()
+                await asyncio.sleep(0.4 * chance.random())
+                back()
+            await until(lambda: asyncio.sleep(0, seen[200] > 500))
+            over.set()
     assert set(seen) <= expected
-
-
-async def converse_through(valkey, outages, chance, over, seen):
-    async with (
-        machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
-        asyncio.TaskGroup() as group,
-    ):
-        for number in range(32):
-            group.create_task(converse(servers, number, lambda: bool(over), seen))
-        for _ in range(outages):
-            await asyncio.sleep(0.3 * chance.random())
-            away, back = chance.choice([(valkey.kill, valkey.start), (valkey.freeze, valkey.thaw)])
-            away()
-            await asyncio.sleep(0.4 * chance.random())
-            back()
-        await until(lambda: asyncio.sleep(0, seen[200] > 500))
-        over.append(True)
 
 
 async def test_full_store_serves_what_it_has_and_transcripts(tmp_path, caplog):
