@@ -62,18 +62,9 @@ def test_installed_wheel_serves_outside_the_checkout(tmp_path):
     packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     # The .pth files of that folder are not run: one of them leads to the checkout.
     Path(packages, "dependencies.pth").write_text(site.getsitepackages()[0] + "\n", encoding="utf-8")
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    subprocess.run([*install, "--ignore-installed", wheel(platform.machine())], check=True, env=environment)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--ignore-installed"]
+    install += ["--no-deps", "--no-index", wheel(platform.machine())]
+    subprocess.run(install, check=True, env=environment)
     show = "import attncache_core; print(attncache_core.__file__)"
     folder = tmp_path / "empty"
     folder.mkdir()

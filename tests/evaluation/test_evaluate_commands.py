@@ -153,6 +153,8 @@ def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
     assert full["scores"] == {"test": pytest.approx(np.mean(decided == [label for _, label in test]))}
     assert reusing["recorded"] == 0
     assert 0 <= reusing["agreement"] <= 1
+    for method in (full, reusing):
+        assert f"{method['score']:.4f}" in text
     low, high = reusing["difference_interval"]
     assert low <= reusing["score"] - full["score"] <= high
 
@@ -234,15 +236,8 @@ def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny
 
 
 def test_max_tokens_truncates_texts(tiny_checkpoint, tiny_database, files, tmp_path):
-    options = (
-        "--database",
-        tiny_database,
-        "--data",
-        f"{files / 'more.tsv'}:a,b",
-        "--json",
-        tmp_path / "a.json",
-    )
-    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--max-tokens", "4"))
+    options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a,b", "--max-tokens", "4")
+    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
     # The database has no records of four tokens.
     assert report_of(tmp_path / "a.json")["methods"][1]["hit_rate"] == 0
 
@@ -252,14 +247,8 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
 ):
     monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     folder = tmp_path / "new.db"
-    options = (
-        "--database",
-        folder,
-        "--corpus",
-        files / "corpus.txt",
-        "--data",
-        f"{files / 'texts.csv'}:query",
-    )
+    data = ("--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
+    options = ("--database", folder, *data)
     text = succeeded(evaluate("agreement", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
     assert "5 of 240 corpus texts excluded: evaluated texts" in text
     assert "0 of 235 records excluded: records of evaluated texts" in text

@@ -92,11 +92,6 @@ def test_quality_is_the_cosine_to_float32_on_held_out_texts(
     assert weights[0] > weights[1] > weights[2] > 0
 
 
-def test_nothing_is_chosen_but_the_exact_model_if_nothing_pays(options):
-    _, report = tuned(replace(options, min_gain=0.6))
-    assert report.chosen.way == Way()
-
-
 def test_stopped_tuning_continues_with_the_next_way(options, measured_ways):
     def stop(measured, _):
         if measured.way == WEIGHTS:

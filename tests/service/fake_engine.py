@@ -322,13 +322,26 @@ async def serving(engine=None, **settings):
     # Tests look at what the engine computes, also of equal texts.
     settings.setdefault("result_memory_bytes", 0)
     async with starting(lambda: engine, **settings) as client:
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
+        await ready(client)
         try:
             yield client
         finally:
             if isinstance(engine, FakeEngine):
                 engine.may_run.set()
+
+
+async def ready(client):
+    """Wait until the server of a client is ready."""
+    while (await client.get("/ready")).status_code == 503:
+        await asyncio.sleep(0.001)
+
+
+async def begun(engine, request):
+    """Send a request, and return its task once the engine computes it and waits for `may_run`."""
+    engine.may_run.clear()
+    task = asyncio.create_task(request)
+    await asyncio.to_thread(engine.runs.acquire)
+    return task
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ import math
 from contextlib import asynccontextmanager
 
 import numpy as np
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
 from hypothesis import strategies as st
 
 from attncache_core.checkpoints.template import Template
@@ -38,8 +38,8 @@ async def batching(
     assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
 
 
-def submit(batcher, texts, reuse=True):
-    return batcher.submit(Texts(texts, truncate=True), reuse=reuse)
+def submit(batcher, texts, reuse=True, **more):
+    return batcher.submit(Texts(texts, truncate=True), reuse=reuse, **more)
 
 
 async def hold(engine, batcher):
@@ -93,6 +93,23 @@ class LabelledEngine(FakeEngine):
     def tokenize(self, texts, truncate, prompt, *more):
         ends = ["".join(map(chr, plan.continuation)) for plan in prompt.sequence_plans]
         return super().tokenize([text + end for text in texts for end in ends], truncate, prompt, *more)
+
+
+class CountingEngine(FakeEngine):
+    """Notes, for each batch, how many texts were tokenised before it was computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokenized = 0
+        self.tokenized_before = {}
+
+    def tokenize(self, texts, *arguments, **more):
+        self.tokenized += len(texts)
+        return super().tokenize(texts, *arguments, **more)
+
+    def run(self, requests):
+        self.tokenized_before.update(dict.fromkeys(texts_of(requests), self.tokenized))
+        return super().run(requests)
 
 
 texts_of_all_kinds = st.one_of(

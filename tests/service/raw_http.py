@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -11,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+import pytest
 from fake_engine import FakeEngine
 
 from attncache_core import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
@@ -46,6 +50,10 @@ class Served:
         with self.connect(listener) as client:
             client.sendall(request)
             return read_response(client)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.addresses[0][1]}"
 
     def connections(self):
         return list(self.server.server_state.connections)
@@ -93,6 +101,24 @@ def served(engine=None, **settings):
         for listener in listeners:
             listener.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def serving_model(folder, key_values=None, **settings):
+    """Serve the model of a folder, in float32, and yield the server's URL once it is ready."""
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=key_values)
+    with served(engine, model=str(folder), **settings) as server:
+        yield server.url
+
+
+def make_certificate(folder, name, address="IP:127.0.0.1"):
+    """Write NAME.pem, a certificate for this address, and NAME.key. Skips the test without openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes certificates")
+    files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem", "-days", "3650", "-nodes"]
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={address}"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
 
 
 def wait_until(holds):

@@ -1,44 +1,8 @@
-"""The real server around a tiny model, in a thread of this process, for clients that need a URL."""
+"""What tests of a server share: a clock, metrics by name, API keys, and a request that was answered."""
 
-import threading
-import time
-from contextlib import contextmanager
-
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from attncache_core import PrefillEngine
-from attncache_core.checkpoints.description import read_checkpoint
-from service.app import create_app
 from service.observability.finished import FinishedRequest
-from service.settings import Settings
-from service.web.listeners import open_listeners
-from service.workers.server import Server
-
-
-@contextmanager
-def running(folder, adapted=lambda app: app, key_values=None, **settings):
-    """Serve the model of a folder, in float32, and yield the server's URL once it is ready."""
-    served = Settings(**{"model": str(folder), "port": 0, **settings})
-
-    def load_engines():
-        checkpoint = adapted(read_checkpoint(folder))
-        yield PrefillEngine.load(checkpoint, dtype="float32", key_values=key_values)
-
-    listeners = open_listeners(served)
-    server = Server(create_app(served, load_engines), served, listeners)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        url = listeners[0].url
-        while not server.started or httpx.get(f"{url}/ready").status_code != 200:
-            time.sleep(0.01)
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join()
-        for listener in listeners:
-            listener.close()
 
 
 class Clock:

@@ -3,25 +3,20 @@
 import asyncio
 
 import pytest
-from fake_engine import FakeEngine, serving
-from queueing import batching, hold, submit
+from fake_engine import FakeEngine, begun, serving
+from queueing import CountingEngine, batching, hold, submit
 
-from service.batching.sources import Texts
 from service.errors import QueueFull
 
 pytestmark = pytest.mark.anyio
-
-
-def of_client(batcher, name, texts):
-    return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(name,))
 
 
 async def test_thousands_of_texts_delay_another_clients_text_by_one_batch():
     engine = FakeEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
         busy = await hold(engine, batcher)
-        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
-        one = of_client(batcher, "modest", ["one text"])
+        many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
+        one = submit(batcher, ["one text"], flow=("modest",))
         engine.may_run.set()
         await asyncio.gather(busy, one, *many)
     # The greedy client came first, and has one batch before the other's turn.
@@ -31,13 +26,13 @@ async def test_thousands_of_texts_delay_another_clients_text_by_one_batch():
 async def test_text_that_arrives_later_is_in_the_next_batch():
     engine = FakeEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
-        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
+        many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
         while len(engine.batches) < 10:
             await asyncio.sleep(0.0005)
         engine.may_run.clear()
         await asyncio.to_thread(engine.runs.acquire)
         before = len(engine.batches)
-        one = of_client(batcher, "modest", ["one text"])
+        one = submit(batcher, ["one text"], flow=("modest",))
         engine.may_run.set()
         await asyncio.gather(one, *many)
     place = next(number for number, batch in enumerate(engine.batches) if "one text" in batch)
@@ -46,17 +41,10 @@ async def test_text_that_arrives_later_is_in_the_next_batch():
 
 
 async def test_texts_of_another_client_are_tokenised_only_as_batches_need_them():
-    class CountingEngine(FakeEngine):
-        tokenized = 0
-
-        def tokenize(self, texts, *more, **named):
-            self.tokenized += len(texts)
-            return super().tokenize(texts, *more, **named)
-
     engine = CountingEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
         busy = await hold(engine, batcher)
-        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
+        many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
         engine.may_run.clear()
         await asyncio.sleep(0.01)
         assert engine.tokenized <= 1 + 250
@@ -98,9 +86,7 @@ async def test_bytes_in_flight_are_limited():
 async def test_overdue_request_is_dropped_and_the_next_one_served():
     engine = FakeEngine()
     async with serving(engine) as client:
-        engine.may_run.clear()
-        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await begun(engine, client.post("/embed", json={"inputs": "busy"}))
         late = await client.post("/embed", json={"inputs": "late"}, headers={"X-AttnCache-Timeout": "0.01"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         metrics = (await client.get("/metrics")).text

@@ -28,26 +28,6 @@ from service.observability.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 
-@given(requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 10))
-def test_every_request_gets_its_own_result_in_order_and_no_batch_is_over_budget(requests, tokens, sequences):
-    async def scenario(engine):
-        async with batching(engine, tokens, sequences) as batcher:
-            await hold(engine, batcher)
-            pending = [submit(batcher, texts) for texts in requests]
-            await queued(batcher, len(requests))
-            engine.may_run.set()
-            for texts, result in zip(requests, pending, strict=True):
-                assert_result_of(texts, await result)
-
-    engine = FakeEngine()
-    asyncio.run(scenario(engine))
-    for batch in engine.batches:
-        assert len(batch) <= sequences
-        assert len(batch) == 1 or sum(map(len, batch)) <= tokens
-    served = sorted(text for batch in engine.batches[1:] for text in batch)
-    assert served == sorted(text for texts in requests for text in texts)
-
-
 async def test_oldest_goes_first_and_the_batch_is_filled():
     engine = FakeEngine()
     async with batching(engine, tokens=10) as batcher:
@@ -78,7 +58,7 @@ async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_
     engine = LabelledEngine()
     engine.sharing = sharing
     async with batching(engine, tokens, sequences) as batcher:
-        await batcher.submit(Texts(["aaaaa", "bbbbb"], truncate=True), reuse=True, prompt=LABELLED)
+        await submit(batcher, ["aaaaa", "bbbbb"], prompt=LABELLED)
         assert batcher._queue._waiting_tokens == 0
     assert engine.batches == expected
 
@@ -95,9 +75,7 @@ def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
         engine.sharing = sharing
         async with batching(engine, tokens, sequences) as batcher:
             await hold(engine, batcher)
-            pending = [
-                batcher.submit(Texts(texts, truncate=True), reuse=True, prompt=LABELLED) for texts in requests
-            ]
+            pending = [submit(batcher, texts, prompt=LABELLED) for texts in requests]
             await queued(batcher, len(requests))
             engine.may_run.set()
             for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
@@ -311,8 +289,8 @@ async def test_text_without_a_token_is_refused_and_named(plans):
     prompt = Prompt(Template(), (SequencePlan(0),) * plans)
     async with batching(engine) as batcher:
         with pytest.raises(InvalidInput, match="no token that the model knows") as refused:
-            await batcher.submit(Texts(["known", "unknown"], truncate=True), reuse=True, prompt=prompt)
+            await submit(batcher, ["known", "unknown"], prompt=prompt)
         assert refused.value.field == "inputs[1]"
-        following = await batcher.submit(Texts(["next"], truncate=True), reuse=True, prompt=prompt)
+        following = await submit(batcher, ["next"], prompt=prompt)
         assert_result_of(["next"] * plans, following)
     assert all("unknown" not in batch for batch in engine.batches)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -82,12 +81,8 @@ def chunks_of(response):
     found = []
     for chunk in response.headers["X-AttnCache-Segments"].split(", "):
         tokens, *named = chunk.split(";")
-        found.append(
-            {
-                "tokens": int(tokens),
-                **{name: int(value) for name, value in (part.split("=") for part in named)},
-            }
-        )
+        counts = {name: int(value) for name, value in (part.split("=") for part in named)}
+        found.append({"tokens": int(tokens), **counts})
     return found
 
 
@@ -374,12 +369,6 @@ async def until_verified(client, count=1):
     return values
 
 
-@asynccontextmanager
-async def verified(engine):
-    async with serving(engine, verify_rate=1.0) as client:
-        yield client
-
-
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
     folder, tmp_path, caplog
 ):
@@ -423,7 +412,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder):
     engine = load(folder)
     engine.open_gate(gate_of(engine, 1.0, least=0.99))
-    async with verified(engine) as client:
+    async with serving(engine, verify_rate=1.0) as client:
         for _ in range(3):
             await asked(client, "/embed", BODY)
         values = await until_verified(client, 3)

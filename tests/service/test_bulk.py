@@ -542,14 +542,6 @@ def test_at_most_one_chunk_is_read_ahead(tiny_engine):
         computed.close()
 
 
-def test_long_texts_make_chunks_of_fewer_rows(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
-    read = ChunkReader(Endless()).chunks()
-    sizes = [len(next(read).texts) for _ in range(4)]
-    assert max(sizes) < ROWS_PER_CHUNK
-    assert min(sizes) > 0
-
-
 def test_run_of_long_texts_is_saved_every_few_hundred_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 4096)
     source = write_texts(tmp_path / "texts.tsv", ["my card is lost " * 60] * 1000)

@@ -60,6 +60,10 @@ def files(tiny_corpus, unseen, tmp_path_factory):
     return folder
 
 
+# A budget that the tiny model keeps with reuse.
+BUDGET = ("--min-cosine", "0.8", "--min-text-cosine", "0")
+
+
 def calibrate(checkpoint, database, *arguments):
     return run("calibrate", *model_arguments(checkpoint), "--database", database, *arguments)
 
@@ -67,8 +71,7 @@ def calibrate(checkpoint, database, *arguments):
 def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
     tiny_checkpoint, calibratable, database, files
 ):
-    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
-    text = succeeded(calibrate(tiny_checkpoint, database, *options))
+    text = succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
     before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
     assert after.policy != before.policy
     assert after.policy.budget == Budget(Measure.COSINE, 0.8)
@@ -84,18 +87,7 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
 def test_calibrated_database_is_sound_and_serves(
     tiny_checkpoint, tiny_engine, tiny_corpus, database, files, unseen
 ):
-    succeeded(
-        calibrate(
-            tiny_checkpoint,
-            database,
-            "--texts",
-            files / "texts.txt",
-            "--min-cosine",
-            "0.8",
-            "--min-text-cosine",
-            "0",
-        )
-    )
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
     assert "all sound" in succeeded(run("verify", database))
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     sequences = engine.tokenize([*unseen, tiny_corpus[0].text])
@@ -110,11 +102,11 @@ def test_calibrated_database_is_sound_and_serves(
 
 
 def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, database, files):
-    options = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
-    succeeded(calibrate(tiny_checkpoint, database, *options))
-    first = (database / "manifest.json").read_bytes()
-    succeeded(calibrate(tiny_checkpoint, database, *options))
-    assert (database / "manifest.json").read_bytes() == first
+    manifests = []
+    for _ in range(2):
+        succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+        manifests.append((database / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
 
 
 def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, files):
@@ -131,15 +123,8 @@ def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, fil
 @pytest.mark.parametrize("option", ["--exclude", "--without"])
 def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint, database, files, option):
     """Exclude ten texts. Five texts are in capitals, which have the same tokens as small letters."""
-    options = (
-        "--texts",
-        files / "texts.txt",
-        option,
-        f"{files / 'some.csv'}:query,answer",
-        "--min-text-cosine",
-        "0",
-    )
-    succeeded(calibrate(tiny_checkpoint, database, *options))
+    excluded = (option, f"{files / 'some.csv'}:query,answer", "--min-text-cosine", "0")
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *excluded))
     assert AttentionDatabase.open(database).manifest.quality["measured"] == 80
 
 
@@ -266,17 +251,8 @@ def test_bad_option_is_one_line(
 def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):
     """Texts with the same first tokens are one text if texts are cut to five tokens."""
     texts = (files / "texts.txt").read_text(encoding="utf-8").splitlines()
-    options = (
-        "--texts",
-        files / "texts.txt",
-        "--max-tokens",
-        "5",
-        "--min-cosine",
-        "0.5",
-        "--min-text-cosine",
-        "0",
-    )
-    succeeded(calibrate(tiny_checkpoint, database, *options))
+    options = ("--max-tokens", "5", "--min-cosine", "0.5", "--min-text-cosine", "0")
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *options))
     quality = json.loads((database / "manifest.json").read_text(encoding="utf-8"))["quality"]
     first_words = {" ".join(text.split()[:3]) for text in texts}
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=5)

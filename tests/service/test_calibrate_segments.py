@@ -8,7 +8,6 @@ from command_line import assert_one_line, run, succeeded
 from core_models import random_text
 
 from attncache_core.reuse.blend.gate import read_gate
-from service.errors import InvalidSettings
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engine
 from service.settings import read_settings
@@ -58,18 +57,3 @@ def test_options_that_do_not_fit_are_refused_in_one_line(folder, prompts, tmp_pa
     assert_one_line(both, "not both")
     absent = calibrate(folder, "--segments", prompts, "--output", tmp_path / "absent" / "a")
     assert_one_line(absent, "does not exist")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"blend": "a", "kv": False}, "--blend has no effect with --no-kv"),
-        ({"blend": "a", "database": "b"}, "--blend has no effect with --database"),
-        ({"divide_texts": True}, "--divide-texts has no effect without --blend"),
-        ({"segment_tokens": 5}, "--segment-tokens has no effect without --blend"),
-        ({"blend": "a", "divide_texts": True, "segment_separator": ""}, "needs a --segment-separator"),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(settings, message):
-    with pytest.raises(InvalidSettings, match=message):
-        read_settings(settings)

@@ -3,23 +3,10 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
+from command_line import assert_one_line, run
 
 from service.cli import main
 from service.settings import GROUPS
-
-
-def run(*arguments, **environment):
-    return CliRunner().invoke(main, list(arguments), env=environment)
-
-
-def assert_one_line(result, *words):
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("attncache: ")
-    for word in words:
-        assert word in line
 
 
 def test_help_shows_options_variables_and_defaults():
@@ -56,14 +43,13 @@ def test_help_lists_the_options_by_group():
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])
-def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, by):
+def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
     config = tmp_path / "attncache.toml"
     config.write_text("prot = 1\n", encoding="utf-8")
-    if by == "option":
-        result = run("serve", "--config", str(config))
-    else:
-        result = run("serve", ATTNCACHE_CONFIG=str(config))
-    assert_one_line(result, str(config), "key prot", "port")
+    arguments = ("--config", config) if by == "option" else ()
+    if by == "variable":
+        monkeypatch.setenv("ATTNCACHE_CONFIG", str(config))
+    assert_one_line(run("serve", *arguments), str(config), "key prot", "port")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +75,9 @@ def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, by):
 )
 def test_mistake_is_one_line(tmp_path, monkeypatch, arguments, variables, words):
     monkeypatch.chdir(tmp_path)
-    environment = {f"ATTNCACHE_{name}": value for name, value in variables.items()}
-    assert_one_line(run(*arguments.split(), **environment), *words)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"ATTNCACHE_{name}", value)
+    assert_one_line(run(*arguments.split()), *words)
 
 
 @pytest.mark.parametrize(

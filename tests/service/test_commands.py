@@ -12,6 +12,7 @@ from command_line import PRIVATE, assert_one_line, model_arguments, run, succeed
 from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.text.token_batch import pack
+from service.commands.report import show_table
 
 pytestmark = pytest.mark.usefixtures("few_steps")
 
@@ -33,19 +34,9 @@ def files(tiny_corpus, tmp_path_factory):
 def built(tiny_checkpoint, files, tmp_path_factory):
     """A database that the command built from a .tsv file, and the output of the command."""
     folder = tmp_path_factory.mktemp("built") / "cards.db"
-    arguments = (
-        "--corpus",
-        files / "corpus.tsv",
-        "--database",
-        folder,
-        "--heads",
-        "all",
-        "--threshold",
-        "0.9",
-        "--prototypes",
-        "4",
-    )
-    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    arguments = ("--corpus", files / "corpus.tsv", "--database", folder)
+    options = ("--heads", "all", "--threshold", "0.9", "--prototypes", "4")
+    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
 
 
 def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
@@ -60,15 +51,9 @@ def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
 
 
 def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
-    arguments = (
-        "--corpus",
-        files / "corpus.tsv",
-        "--database",
-        tmp_path / "a.db",
-        "--source-column",
-        "mould",
-    )
+    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db")
     options = (
+        *("--source-column", "mould"),
         *("--min-cosine", "0.9", "--min-agreement", "0.8", "--prototypes", "2"),
         *("--heads", "layers:0-1", "--max-length", "6", "--seed", "3"),
     )
@@ -244,41 +229,6 @@ def test_fitted_classifier_is_loaded_and_predicts_its_training_labels(tiny_check
     assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
 
 
-def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
-    override = ("--heads", "layers:0", "--threshold", "0", "--json", tmp_path / "report.json")
-    text = succeeded(
-        run(
-            "evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0],
-            *arguments, *override,
-        )
-    )  # fmt: skip
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert report["metric"] == "accuracy"
-    assert report["machine"]["texts"] == 30
-    assert report["machine"]["reused_heads"] == "4 of 12"
-    # The records of evaluated texts are excluded.
-    assert "30 of 240 records excluded: records of evaluated texts" in text
-    full, reusing = report["methods"]
-    assert (full["method"], reusing["method"]) == ("full", "attncache")
-    assert (full["recorded"], reusing["recorded"]) == (0, 0)
-    assert full["hit_rate"] == 0
-    for method in (full, reusing):
-        assert f"{method['score']:.4f}" in text
-
-
-def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
-    override = ("--threshold", "2", "--json", tmp_path / "report.json")
-    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
-    succeeded(run(*command, *arguments, *override))
-
-    def refuse(name):
-        raise ValueError(name)
-
-    json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
-
-
 BUILD = "build --corpus {files}/corpus.tsv --database"
 EVALUATE = "evaluate classification --train {files}/train.tsv --data {files}/test.tsv --database {built}"
 CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
@@ -355,3 +305,17 @@ def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tin
     (line,) = ended.stderr.decode().splitlines()
     assert line.startswith("attncache: the corpus has 1 distinct texts")
     assert PRIVATE not in line
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_words_of_a_table_stay_whole_on_every_screen(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show_table(
+        "title", ["method", "mean cosine", "bound"], [["prefix caching", "0.9999", "0.9998"], ["", 1, 2]]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    shown = " ".join(lines)
+    for word in ("method", "prefix", "caching", "mean", "cosine", "bound", "0.9999", "0.9998"):
+        assert word in shown
+    assert ("prefix caching" in shown) == ("mean cosine" in shown) == (columns > 20)
+    assert lines[-1].endswith("┘")

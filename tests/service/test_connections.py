@@ -88,16 +88,6 @@ def test_head_and_body_of_an_answer_are_written_at_once(server, request_bytes):
 # Time.
 
 
-@pytest.mark.parametrize("sent", [b"GET /hea", b"POST /embed HTTP/1.1\r\nHost: test\r\nX-Endless: "])
-def test_headers_that_do_not_end_are_answered_408(hasty, sent):
-    with counted(hasty, "request_timeout"), hasty.connect() as client:
-        client.sendall(sent)
-        response = read_response(client)
-        assert (response.status, response.code) == (408, "request_timeout")
-        assert response.headers["connection"] == "close"
-        assert read_to_end(client) == b""
-
-
 def test_headers_that_trickle_in_are_answered_408(hasty):
     with hasty.connect() as client:
         client.settimeout(0.05)
@@ -140,17 +130,20 @@ def test_idle_connection_is_closed_after_its_last_response(hasty):
 @pytest.mark.parametrize(
     "sent",
     [
+        pytest.param(b"GET /hea", id="a first line"),
+        pytest.param(b"POST /embed HTTP/1.1\r\nHost: test\r\nX-Endless: ", id="headers"),
         pytest.param(post(b"x" * 100)[:-1], id="a body without its last byte"),
         pytest.param(post_chunked(b'{"inputs":'), id="chunks without an end"),
         pytest.param(post_chunked(b"{}") + b"0\r\nX-Trailer: ", id="trailers without an end"),
         pytest.param(post_chunked(b"{}") + b"5;extension=", id="a chunk extension without an end"),
     ],
 )
-def test_body_that_does_not_end_is_answered_408(hasty, sent):
+def test_request_that_does_not_end_is_answered_408(hasty, sent):
     with counted(hasty, "request_timeout"), hasty.connect() as client:
         client.sendall(sent)
         response = read_response(client)
         assert (response.status, response.code) == (408, "request_timeout")
+        assert response.headers["connection"] == "close"
         assert read_to_end(client) == b""
 
 
@@ -222,49 +215,33 @@ def test_headers_that_are_too_large_are_refused_though_they_come_at_once(server,
             assert client.recv(1) == b""
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        pytest.param(b"X: " + b"x" * MIB, id="one header"),
-        pytest.param(b"X: y\r\n" * 60_000, id="many headers"),
-        pytest.param(b"x" * MIB, id="one name"),
-    ],
-)
-def test_endless_headers_are_answered_431(server, sent):
-    with counted(server, "headers_too_large"), server.connect() as client:
-        with contextlib.suppress(OSError):
-            client.sendall(b"GET /health HTTP/1.1\r\n" + sent)
-        response = read_response(client)
-        assert (response.status, response.code) == (431, "headers_too_large")
-
-
-def test_endless_url_is_refused(server):
-    with server.connect() as client:
-        with contextlib.suppress(OSError):
-            client.sendall(b"GET /" + b"x" * MIB)
-        assert read_response(client).status == 431
-
-
-def test_headers_within_the_limit_are_served(server):
-    request = HEALTH[:-2] + b"X: " + b"x" * 50_000 + b"\r\n\r\n"
-    assert server.ask(request).status == 200
+CHUNK = post_chunked(b"{")
 
 
 @pytest.mark.parametrize(
     "endless",
     [
-        pytest.param(b"0\r\n" + b"X-Trailer: yes\r\n" * MIB, id="trailers"),
-        pytest.param(b"0\r\nX-Trailer: " + b"x" * 18 * MIB, id="one trailer"),
-        pytest.param(b"1;" + b"x" * 18 * MIB, id="a chunk extension"),
-        pytest.param(b"1;a=b\r\nx\r\n1" + b";a=b" * MIB, id="many chunk extensions"),
+        pytest.param(b"GET /health HTTP/1.1\r\nX: " + b"x" * MIB, id="one header"),
+        pytest.param(b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 60_000, id="many headers"),
+        pytest.param(b"GET /health HTTP/1.1\r\n" + b"x" * MIB, id="one name"),
+        pytest.param(b"GET /" + b"x" * MIB, id="a URL"),
+        pytest.param(CHUNK + b"0\r\n" + b"X-Trailer: yes\r\n" * MIB, id="trailers"),
+        pytest.param(CHUNK + b"0\r\nX-Trailer: " + b"x" * 18 * MIB, id="one trailer"),
+        pytest.param(CHUNK + b"1;" + b"x" * 18 * MIB, id="a chunk extension"),
+        pytest.param(CHUNK + b"1;a=b\r\nx\r\n1" + b";a=b" * MIB, id="many chunk extensions"),
     ],
 )
-def test_endless_trailers_and_extensions_are_answered_431(server, endless):
+def test_endless_headers_trailers_and_extensions_are_answered_431(server, endless):
     with counted(server, "headers_too_large"), server.connect() as client:
         with contextlib.suppress(OSError):
-            client.sendall(post_chunked(b"{") + endless)
+            client.sendall(endless)
         response = read_response(client)
         assert (response.status, response.code) == (431, "headers_too_large")
+
+
+def test_headers_within_the_limit_are_served(server):
+    request = HEALTH[:-2] + b"X: " + b"x" * 50_000 + b"\r\n\r\n"
+    assert server.ask(request).status == 200
 
 
 def test_trailers_do_not_become_headers_of_the_next_request(server):
@@ -340,18 +317,12 @@ def test_what_is_not_http_is_answered_400(server, garbage):
         assert read_to_end(client) == b""
 
 
-def test_garbage_behind_a_request_does_not_take_its_response(server):
-    with server.connect() as client:
-        client.sendall(EMBED + b"nonsense\r\n\r\n")
-        assert read_response(client).status == 200
-        assert read_to_end(client) == b""
-
-
-def test_broken_body_behind_a_request_does_not_take_its_response(server):
+@pytest.mark.parametrize("garbage", [b"nonsense\r\n\r\n", post_chunked() + b"nonsense\r\n"])
+def test_garbage_behind_a_request_does_not_take_its_response(server, garbage):
     engine = server.engine
     engine.may_run.clear()
     with server.connect() as client:
-        client.sendall(EMBED + post_chunked() + b"nonsense\r\n")
+        client.sendall(EMBED + garbage)
         assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
         engine.may_run.set()
         assert read_response(client).status == 200

@@ -53,8 +53,7 @@ def entailing(request):
 def url(request):
     make = request.param
     with served(make(request), **SETTINGS) as server:
-        host, port = server.addresses[0][:2]
-        yield f"http://{host}:{port}"
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-import asyncio
-
 import numpy as np
 import pytest
 from core_models import write_sentence_transformer
@@ -47,22 +45,6 @@ async def test_headers_count_hits_and_reuse_off_searches_nothing():
             headers = (await client.post("/embed", json=body, headers=header)).headers
             assert headers["X-AttnCache-Hits"] == hits
             assert headers["X-AttnCache-Prototype-Hits"] == ("0/4" if hits == "0/4" else "2/4")
-
-
-async def test_many_concurrent_clients_get_their_own_embeddings():
-    async def ask(client, number):
-        texts = [f"client {number} text {i}" for i in range(number % 7 + 1)]
-        response = await client.post("/embed", json={"inputs": texts})
-        np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
-
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        engine.may_run.clear()
-        clients = asyncio.gather(*(ask(client, number) for number in range(60)))
-        await asyncio.to_thread(engine.runs.acquire)
-        engine.may_run.set()
-        await clients
-    assert len(engine.batches) < 60
 
 
 async def test_named_prompt_is_put_before_each_text():

@@ -7,7 +7,7 @@ import threading
 import weakref
 
 import pytest
-from fake_engine import FakeEngine, policy_of, starting
+from fake_engine import FakeEngine, begun, policy_of, ready, starting
 
 pytestmark = pytest.mark.anyio
 
@@ -25,11 +25,6 @@ class Successor:
         yield self.before
         self.may_come.wait()
         yield self.engine
-
-
-async def ready(client):
-    while (await client.get("/ready")).status_code == 503:
-        await asyncio.sleep(0.001)
 
 
 async def replaced(client, successor):
@@ -61,9 +56,7 @@ async def test_requests_queued_for_the_first_engine_are_answered_by_the_next():
     successor = Successor(FakeEngine(stored={"waits"}))
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
-        successor.before.may_run.clear()
-        runs = asyncio.create_task(embed(client, "runs"))
-        await asyncio.to_thread(successor.before.runs.acquire)
+        runs = await begun(successor.before, embed(client, "runs"))
         waits = asyncio.create_task(embed(client, "waits"))
         while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.001)

@@ -21,7 +21,6 @@ from attncache_core import NotFinite
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher, EngineThreads
 from service.batching.request_queue import RequestQueue
-from service.batching.sources import Texts
 from service.errors import InternalError
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
@@ -68,19 +67,19 @@ def shortly(_texts):
     time.sleep(random.uniform(0, 0.001))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     requests=requests_of_texts,
-    threads=st.integers(2, 4),
+    threads=st.integers(1, 4),
     tokens=st.integers(1, 60),
-    several=st.integers(1, 4),
+    sequences=st.integers(1, 10),
 )
-def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
-    requests, threads, tokens, several
+def test_every_request_gets_its_own_result_in_order_from_any_threads_and_no_batch_is_over_budget(
+    requests, threads, tokens, sequences
 ):
     async def scenario():
         engine = ParallelEngine(threads, shortly)
-        async with batching(engine, tokens, several) as batcher:
+        async with batching(engine, tokens, sequences) as batcher:
             pending = [submit(batcher, texts) for texts in requests]
             for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
                 assert_result_of(texts, result)
@@ -88,6 +87,9 @@ def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
         assert engine.most_running <= threads
         computed = sorted(text for batch in engine.batches for text in batch)
         assert computed == sorted(text for texts in requests for text in texts)
+        for batch in engine.batches:
+            assert len(batch) <= sequences
+            assert len(batch) == 1 or sum(map(len, batch)) <= tokens
 
     asyncio.run(scenario())
 
@@ -164,7 +166,7 @@ async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch():
     engine = LabelledEngine()
     engine.sharing, engine.parallel_runs = True, 4
     async with batching(engine) as batcher:
-        await batcher.submit(Texts(["aaaaa", "bbbbb"], truncate=True), reuse=True, prompt=LABELLED)
+        await submit(batcher, ["aaaaa", "bbbbb"], prompt=LABELLED)
     assert sorted(engine.batches) == [["aaaaax", "aaaaay", "aaaaaz"], ["bbbbbx", "bbbbby", "bbbbbz"]]
 
 

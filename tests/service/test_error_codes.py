@@ -74,14 +74,35 @@ def provokes(code):
     return register
 
 
-def provoked_by(code, path, body, engine=None, **settings):
+def provoked_by(code, path, body, engine=None, headers=None, **settings):
     """Register a POST request with this body, in JSON unless it is bytes, to a server with these settings."""
 
     @provokes(code)
     async def answer(_folder):
         async with serving(FakeEngine(**(engine or {})), **settings) as client:
             content = body if isinstance(body, bytes) else orjson.dumps(body)
-            return await client.post(path, content=content)
+            return await client.post(path, content=content, headers=headers)
+
+
+def provoked_by_bytes(code, request, **settings):
+    """Register these bytes, sent to a server with these settings."""
+
+    @provokes(code)
+    async def answer(_folder):
+        def ask():
+            with served(**settings) as server:
+                return server.ask(request)
+
+        return await anyio.to_thread.run_sync(ask)
+
+
+def raised_by(code, call):
+    """Register a call that raises the error; it takes an empty folder."""
+
+    @provokes(code)
+    async def raises(folder):
+        call(folder)
+        raise AssertionError
 
 
 def documented():
@@ -142,36 +163,31 @@ provoked_by("unknown_session", "/embed", {"session_id": "s", "append": "a"})
 provoked_by("not_found", "/nowhere", {})
 provoked_by("method_not_allowed", "/health", {})
 provoked_by("no_key_values", "/cache/lookup", {"texts": "a"}, admin=True)
-provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key="a-key-0123456789abc")
+KEY = {"X-API-Key": "a-key-0123456789abc"}
+OTHER_MODEL = {"X-AttnCache-Require-Model": "f" * 64}
+provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key=KEY["X-API-Key"])
+provoked_by("forbidden", "/explain", {}, headers=KEY, api_key=f"client {KEY['X-API-Key']}", admin=True)
+provoked_by("model_mismatch", "/embed", {"inputs": "a"}, headers=OTHER_MODEL)
+provoked_by_bytes("malformed_request", b"nonsense\r\n\r\n")
+provoked_by_bytes("headers_too_large", HEALTH[:-2] + b"X: y\r\n" * 20_000)
+provoked_by_bytes("request_timeout", post(b"{}")[:-1], body_seconds=0.2)
 
 
-@provokes("forbidden")
-async def _(_folder):
-    async with serving(api_key="client a-key-0123456789abc") as client:
-        return await client.get("/metrics", headers={"X-API-Key": "a-key-0123456789abc"})
+# The routes that raise it answer with the codes of OpenAI.
+raised_by("unknown_model", lambda _: check_model_name("another", Settings()))
+raised_by("store_unavailable", lambda folder: SqliteStore(folder / "no folder" / "store.sqlite"))
+raised_by("invalid_settings", lambda _: read_settings({"port": "many"}))
+raised_by("model_not_found", lambda folder: find_checkpoint(str(folder / "absent")))
+raised_by("database_refused", lambda folder: AttentionDatabase.open(folder / "absent"))
+raised_by("build_failed", lambda _: fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model=""))
 
 
 @provokes("quota_exceeded")
 async def _(_folder):
-    key = "a-key-0123456789abc"
-    async with serving(api_key=f"client {key} requests_per_minute=1") as client:
+    async with serving(api_key=f"client {KEY['X-API-Key']} requests_per_minute=1") as client:
         for _ in range(2):
-            response = await client.post("/embed", json={"inputs": "a"}, headers={"X-API-Key": key})
+            response = await client.post("/embed", json={"inputs": "a"}, headers=KEY)
         return response
-
-
-@provokes("model_mismatch")
-async def _(_folder):
-    async with serving() as client:
-        headers = {"X-AttnCache-Require-Model": "f" * 64}
-        return await client.post("/embed", json={"inputs": "a"}, headers=headers)
-
-
-@provokes("unknown_model")
-async def _(_folder):
-    # The routes that raise it answer with the codes of OpenAI.
-    check_model_name("another", Settings())
-    raise AssertionError
 
 
 @provokes("deadline_exceeded")
@@ -231,12 +247,6 @@ async def _(_folder):
     raise AssertionError
 
 
-@provokes("store_unavailable")
-async def _(folder):
-    SqliteStore(folder / "no folder" / "store.sqlite")
-    raise AssertionError
-
-
 @provokes("shared_unavailable")
 async def _(_folder):
     # A port of the machine on which nobody listens.
@@ -255,29 +265,6 @@ async def _(_folder):
     raise AssertionError
 
 
-async def _raw(request, **settings):
-    def ask():
-        with served(**settings) as server:
-            return server.ask(request)
-
-    return await anyio.to_thread.run_sync(ask)
-
-
-@provokes("malformed_request")
-async def _(_folder):
-    return await _raw(b"nonsense\r\n\r\n")
-
-
-@provokes("headers_too_large")
-async def _(_folder):
-    return await _raw(HEALTH[:-2] + b"X: y\r\n" * 20_000)
-
-
-@provokes("request_timeout")
-async def _(_folder):
-    return await _raw(post(b"{}")[:-1], body_seconds=0.2)
-
-
 @provokes("too_many_connections")
 async def _(_folder):
     def ask():
@@ -289,12 +276,6 @@ async def _(_folder):
     return await anyio.to_thread.run_sync(ask)
 
 
-@provokes("invalid_settings")
-async def _(_folder):
-    read_settings({"port": "many"})
-    raise AssertionError
-
-
 @provokes("address_unavailable")
 async def _(_folder):
     with bind("127.0.0.1", 0) as taken:
@@ -302,22 +283,10 @@ async def _(_folder):
     raise AssertionError
 
 
-@provokes("model_not_found")
-async def _(folder):
-    find_checkpoint(str(folder / "absent"))
-    raise AssertionError
-
-
 @provokes("unsupported_model")
 async def _(folder):
     (folder / "config.json").write_text('{"model_type": "sundial"}')
     read_checkpoint(folder)
-    raise AssertionError
-
-
-@provokes("database_refused")
-async def _(folder):
-    AttentionDatabase.open(folder / "absent")
     raise AssertionError
 
 
@@ -333,10 +302,4 @@ async def _(_folder):
     seconds = itertools.count()  # every pair of passes waited for the processors
     with mock.patch("attncache_core.calibration.paired.waited_seconds", seconds.__next__):
         compare([(lambda: None, lambda: None)], limit=0.0)
-    raise AssertionError
-
-
-@provokes("build_failed")
-async def _(_folder):
-    fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model="")
     raise AssertionError

@@ -14,7 +14,7 @@ from llama_index.embeddings.huggingface_api import HuggingFaceInferenceAPIEmbedd
 from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
 from llama_index.postprocessor.tei_rerank import TextEmbeddingInference as TeiRerank
 from pair_models import NLI, write_deberta_v3, write_ms_marco_minilm
-from running import running
+from raw_http import serving_model
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import pipeline
 
@@ -45,7 +45,7 @@ def oracle(folder):
 
 @pytest.fixture(scope="module")
 def url(folder):
-    with running(folder) as url:
+    with serving_model(folder) as url:
         yield url
 
 
@@ -103,7 +103,7 @@ def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(url,
 def test_text_classification_is_that_of_transformers(tmp_path):
     folder = write_model(tmp_path / "classifier", labels=["transfer", "card", "help"])
     expected = pipeline("text-classification", str(folder), dtype=torch.float32, device="cpu")
-    with running(folder) as url:
+    with serving_model(folder) as url:
         client = InferenceClient(base_url=url)
         for how in ({}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none", "top_k": 2}):
             found = client.text_classification(TEXTS[0], **how)
@@ -117,7 +117,7 @@ def test_text_classification_is_that_of_transformers(tmp_path):
 def test_zero_shot_classification_is_that_of_transformers(tmp_path):
     folder = write_deberta_v3(tmp_path / "nli", **NLI)
     expected = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
-    with running(folder) as url:
+    with serving_model(folder) as url:
         client = InferenceClient(base_url=url)
         for how in ({}, {"multi_label": True}, {"hypothesis_template": "the text is about a {}"}):
             found = client.zero_shot_classification(QUERY, LABELS, **how)
@@ -131,7 +131,7 @@ def test_rerank_clients_of_llama_index_and_cohere_get_the_scores_of_a_cross_enco
     oracle = CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
     expected = oracle.predict([(QUERY, document) for document in DOCUMENTS], activation_fn=torch.nn.Sigmoid())
     order = (-expected).argsort().tolist()
-    with running(folder) as url:
+    with serving_model(folder) as url:
         nodes = [NodeWithScore(node=TextNode(text=document, id_=document)) for document in DOCUMENTS]
         found = TeiRerank(base_url=url).postprocess_nodes(nodes, query_str=QUERY)
         assert [result.node.text for result in found] == [DOCUMENTS[index] for index in order]

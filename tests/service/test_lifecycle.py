@@ -4,8 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from fake_engine import FakeEngine, serving, starting
-from raw_http import request_and_leave
+from fake_engine import FakeEngine, ready, serving, starting
 
 from attncache_core import ModelNotFound
 
@@ -24,13 +23,14 @@ async def test_server_lives_at_once_and_is_ready_when_loaded():
         for path in ("/ready", "/info"):
             assert (await client.get(path)).status_code == 503
         for path in ("/embed", "/classify"):
-            response = await client.post(path, json={"inputs": "a"})
+            required = {"X-AttnCache-Require-Model": "f" * 64}
+            response = await client.post(path, json={"inputs": "a"}, headers=required)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+            assert "X-AttnCache-Model" not in response.headers
             assert int(response.headers["Retry-After"]) >= 1
         assert "attncache_ready 0.0" in (await client.get("/metrics")).text
         loaded.set()
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
+        await ready(client)
         assert (await client.get("/ready")).json() == {"status": "ready"}
         assert "attncache_ready 1.0" in (await client.get("/metrics")).text
         assert (await client.post("/embed", json={"inputs": "a"})).status_code == 200
@@ -58,26 +58,6 @@ async def test_info_says_what_is_served():
     assert info["settings"]["max_request_tokens"] == 99
     assert info["settings"]["truncate"] is False
     assert info["version"]
-
-
-async def test_client_that_left_is_not_computed():
-    engine = FakeEngine()
-    leave = asyncio.Event()
-    async with serving(engine) as client:
-        app = client._transport.app
-        engine.may_run.clear()
-        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
-        await asyncio.to_thread(engine.runs.acquire)
-        gone = asyncio.create_task(request_and_leave(app, {"inputs": "gone"}, leave))
-        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
-        leave.set()
-        await gone
-        engine.may_run.set()
-        assert (await busy).status_code == 200
-        metrics = (await client.get("/metrics")).text
-    assert engine.batches == [["busy"]]
-    assert 'attncache_requests_total{route="/embed",status="499"} 1.0' in metrics
 
 
 async def test_client_that_leaves_in_the_middle_of_its_body_leaves_no_trace():

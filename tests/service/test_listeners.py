@@ -13,11 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_engine import serving
-from raw_http import HEALTH, post, served, wait_until
+from raw_http import HEALTH, make_certificate, post, served, wait_until
 
 from attncache_core import AttnCacheError
 from service.errors import AddressUnavailable, InvalidSettings
-from service.settings import Settings, read_settings
 from service.web.listeners import (
     BACKLOG,
     OPERATORS_PATHS,
@@ -132,17 +131,11 @@ def test_paths_that_begin_alike_are_not_for_operators():
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """A folder with first.pem, first.key, second.pem, second.key and an encrypted.key of first.pem."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed, which makes the certificates")
     folder = tmp_path_factory.mktemp("certificates")
     for name in ("first", "second"):
-        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
-        names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "3650"]
-        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+        make_certificate(folder, name)
     encrypt = ["ec", "-in", folder / "first.key", "-out", folder / "encrypted.key", "-aes128"]
-    subprocess.run([openssl, *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
+    subprocess.run(["openssl", *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
     return folder
 
 
@@ -212,21 +205,6 @@ def test_refused_certificate_changes_nothing(certificates):
     with pytest.raises(AttnCacheError):
         load_certificate(context, certificates / "second.pem", certificates / "first.key")
     load_certificate(context, certificates / "first.pem", certificates / "first.key")
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
-        ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
-        ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
-        ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, says):
-    with pytest.raises(InvalidSettings, match=says):
-        read_settings(settings)
-    assert read_settings({}) == Settings()
 
 
 # Browsers and compression.

@@ -48,18 +48,14 @@ def panels():
 
 
 def queries():
-    return [*queries_of_alerts(), *queries_of_panels()]
-
-
-def queries_of_alerts():
-    for alert in alerts():
-        yield Query(alert["alert"], alert["expr"], alert["annotations"]["summary"])
-
-
-def queries_of_panels():
-    for panel in panels():
-        for target in panel.get("targets", ()):
-            yield Query(panel["title"], target["expr"], target.get("legendFormat", ""))
+    return [
+        *(Query(alert["alert"], alert["expr"], alert["annotations"]["summary"]) for alert in alerts()),
+        *(
+            Query(panel["title"], target["expr"], target.get("legendFormat", ""))
+            for panel in panels()
+            for target in panel.get("targets", ())
+        ),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, serving
+from fake_engine import serving
 from pydantic import SecretStr
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.engine.explain import explain
-from service.web.listeners import is_for_operators
 
 pytestmark = pytest.mark.anyio
 
@@ -117,29 +116,6 @@ async def test_with_keys_the_files_are_open_and_explanations_are_for_admins(engi
     assert statuses == [401, 403, 200]
 
 
-def test_with_an_admin_port_explanations_are_on_the_admin_port():
-    assert is_for_operators("/explain")
-    assert not any(is_for_operators(path) for path in ("/", "/page/main.js", "/embed", "/health"))
-
-
-async def test_metrics_can_be_chosen_by_name():
-    names = ["attncache_queue_tokens", "attncache_sequences_total"]
-    async with serving() as client:
-        await client.post("/embed", json={"inputs": "a text"})
-        response = await client.get("/metrics", params={"name[]": names})
-    found = {re.split(r"[{ ]", line)[0] for line in response.text.splitlines() if not line.startswith("#")}
-    assert found == set(names)
-
-
-async def test_kept_results_and_waiting_tokens_are_in_the_metrics():
-    engine = FakeEngine()
-    async with serving(engine, result_memory_bytes=2**20) as client:
-        await client.post("/embed", json={"inputs": "a text"})
-        metrics = (await client.get("/metrics")).text
-    assert re.search(r"^attncache_results_bytes [1-9]", metrics, re.MULTILINE)
-    assert re.search(r"^attncache_queue_tokens 0", metrics, re.MULTILINE)
-
-
 async def test_route_explains_what_the_library_explains(engine):
     async with serving(engine, admin=True) as client:
         explained = (await client.post("/explain", json={"input": TEXT})).json()
@@ -171,13 +147,13 @@ async def test_explanation_of_a_longer_text_has_no_maps(engine):
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
-    [({"input": ""}, 400), ({"input": 7}, 400), ({"inputs": "a"}, 400), ({}, 400)],
+    "body",
+    [{"input": ""}, {"input": 7}, {"inputs": "a"}, {}],
     ids=["empty", "number", "other-field", "nothing"],
 )
-async def test_wrong_bodies_are_refused(engine, body, status):
+async def test_wrong_bodies_are_refused(engine, body):
     async with serving(engine, admin=True) as client:
-        assert (await client.post("/explain", json=body)).status_code == status
+        assert (await client.post("/explain", json=body)).status_code == 400
 
 
 async def test_text_that_is_too_long_to_explain_is_refused(tiny_checkpoint):

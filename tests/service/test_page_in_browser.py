@@ -1,20 +1,15 @@
 """The page in a real browser, before the real server with a tiny model. Skipped without chromium."""
 
 import re
-import threading
 from contextlib import contextmanager
 
 import httpx
 import pytest
 from browser import chromium
 from pydantic import SecretStr
-from raw_http import wait_until
+from raw_http import served, wait_until
 
 from attncache_core import AttentionDatabase, PrefillEngine, native
-from service.app import create_app
-from service.settings import Settings
-from service.web.listeners import open_listeners
-from service.workers.server import Server
 
 TEXT = "where is my lost card today"
 KEY = "operator-key-0123456789"
@@ -33,27 +28,19 @@ def engine(tiny_checkpoint, tiny_database):
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
-@contextmanager
-def running(engine, **settings):
-    """Yield the address of the real server on a free port."""
-    read = Settings(port=0, verify_rate=0, **settings)
-    (listener,) = open_listeners(read)
-    server = Server(create_app(read, lambda: iter([engine])), read, [listener])
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: httpx.get(f"{listener.url}/ready").status_code == 200)
-        yield listener.url
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        listener.close()
-
-
 @pytest.fixture(scope="module")
 def url(engine):
-    with running(engine, admin=True) as address:
-        yield address
+    with served(engine, admin=True) as server:
+        yield server.url
+
+
+@contextmanager
+def opened(browser, url):
+    """Yield the page of the server, once the page knows the model."""
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        yield page
 
 
 def compute(page, text):
@@ -78,9 +65,7 @@ def test_page_loads_without_problems_and_asks_nobody_else(browser, url):
 @pytest.mark.parametrize("reason", [None, "the compiler failed; install again"])
 def test_page_says_why_no_compiled_code_computes(browser, engine, monkeypatch, reason):
     monkeypatch.setattr(native, "compiled_off", lambda: reason)
-    with running(engine) as url, browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with served(engine) as server, opened(browser, server.url) as page:
         hidden = page.run("document.getElementById('compiled-off').hidden")
         assert hidden is (reason is None)
         assert page.text("#compiled-off") == (
@@ -105,9 +90,7 @@ def test_numbers_move_after_requests(browser, url):
 
 
 def test_box_embeds_a_text_and_shows_both_maps_and_why(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         compute(page, TEXT)
         assert "32 dimensions" in page.text("#answer")
         assert "0/1 reused attention maps" in page.text("#answer")
@@ -129,18 +112,14 @@ COLOURS_OF_LARGE_MAPS = """
 
 
 def test_recorded_text_is_shown_as_a_hit(browser, url, tiny_corpus):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         compute(page, tiny_corpus[5].text)
         assert page.text(".verdict").startswith("hit")
         assert "This very text is recorded" in page.text(".checks")
 
 
 def test_maps_are_read_by_keyboard(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         compute(page, TEXT)
         page.click('.thumbnail[data-layer="0"][data-head="0"]')
         page.run("document.querySelector('.thumbnail[aria-pressed=true]').focus()")
@@ -153,9 +132,7 @@ def test_maps_are_read_by_keyboard(browser, url):
 
 
 def test_box_classifies_by_labels(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         page.click('input[value="classify"]')
         page.type("#labels", "card, transfer")
         compute(page, TEXT)
@@ -165,18 +142,14 @@ def test_box_classifies_by_labels(browser, url):
 
 
 def test_text_is_shown_and_never_run(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         compute(page, "<img src=x onerror=alert(1)> card <b>lost</b>")
         assert page.run("document.querySelectorAll('.explanation img, .explanation b').length") == 0
         assert page.problems() == []
 
 
 def test_error_of_the_server_is_shown(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         page.run("document.getElementById('text').value = String.fromCharCode(0)")
         page.click("#send")
         page.wait("!document.getElementById('problem').hidden")
@@ -218,9 +191,7 @@ def test_narrow_page_does_not_scroll_sideways(browser, url, width):
 
 
 def test_every_field_and_button_has_a_name(browser, url):
-    with browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with opened(browser, url) as page:
         compute(page, TEXT)
         page.call("Accessibility.enable")
         nodes = page.call("Accessibility.getFullAXTree")["nodes"]
@@ -262,8 +233,8 @@ AFTER_TWO_POLLS = "new Promise((resolve) => setTimeout(resolve, 1600))"
 
 
 def test_page_asks_for_a_key_and_forgets_it(browser, engine):
-    with running(engine, admin=True, api_key=SecretStr(KEY)) as url, browser.page() as page:
-        page.open(url)
+    with served(engine, admin=True, api_key=SecretStr(KEY)) as server, browser.page() as page:
+        page.open(server.url)
         page.wait("document.getElementById('key-dialog').open")
         assert page.run("document.getElementById('key-unknown').hidden")
         page.type("#key", "another key")
@@ -277,14 +248,12 @@ def test_page_asks_for_a_key_and_forgets_it(browser, engine):
             page.run("JSON.stringify([localStorage.length, sessionStorage.length, document.cookie])")
             == '[0,0,""]'
         )
-        page.open(url)
+        page.open(server.url)
         page.wait("document.getElementById('key-dialog').open")
 
 
 def test_without_admin_the_box_says_how_to_see_more(browser, engine):
-    with running(engine) as url, browser.page() as page:
-        page.open(url)
-        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+    with served(engine) as server, opened(browser, server.url) as page:
         page.type("#text", TEXT)
         page.click("#send")
         page.wait("document.getElementById('explanation').textContent.includes('--admin')")

@@ -3,9 +3,7 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import httpx
 import pytest
 import yaml
 from core_models import write_model, write_sentence_transformer
-from running import running
+from entrance import answers, free_port
+from raw_http import serving_model, wait_until
 
 from service.settings import Settings
 
@@ -37,27 +36,16 @@ def nginx(embedder, reranker, folder):
     """Run nginx in front of two servers, and yield its URL once it passes requests to the embedder."""
     if NGINX is None:
         pytest.skip("nginx is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = folder / "nginx.conf"
+    port, file = free_port(), folder / "nginx.conf"
     file.write_text(configuration(embedder, reranker, port, folder))
     with subprocess.Popen([NGINX, "-c", str(file), "-p", str(folder), "-g", "daemon off;"]) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            while not answers(url):
-                assert process.poll() is None, "nginx has ended"
-                time.sleep(0.02)
+            wait_until(lambda: process.poll() is not None or answers(f"{url}/health"))
+            assert process.poll() is None, "nginx has ended"
             yield url
         finally:
             process.terminate()
-
-
-def answers(url):
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +53,8 @@ def proxy(tmp_path_factory):
     """The URLs of the proxy, of the embedder and of the reranker."""
     folder = tmp_path_factory.mktemp("pair")
     with (
-        running(write_sentence_transformer(folder / "embedder"), maps=False) as embedder,
-        running(write_model(folder / "reranker", ["relevance"]), maps=False) as reranker,
+        serving_model(write_sentence_transformer(folder / "embedder")) as embedder,
+        serving_model(write_model(folder / "reranker", ["relevance"])) as reranker,
         nginx(embedder, reranker, folder) as url,
     ):
         yield url, embedder, reranker

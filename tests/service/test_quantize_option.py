@@ -1,6 +1,5 @@
 """The option `--quantize` of all commands, and databases and classifiers that are bound to it."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from core_models import prefill
 from attncache_core import (
     AttentionDatabase,
     DatabaseRefused,
-    LinearClassifier,
     Outcome,
     PrefillEngine,
     Quantization,
@@ -65,36 +63,6 @@ def test_server_computes_with_the_quantisation_it_is_told(built, tiny_checkpoint
     ours, full = (each.embed(texts, reuse=False) for each in (engine, tiny_engine))
     assert np.abs(ours - full).max() > 1e-5
     assert cosines(ours, full).min() > 0.999
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("calibrate", "--min-text-cosine", "0", "--texts"), ("evaluate", "agreement", "--data")],
-    ids=" ".join,
-)
-def test_command_opens_the_database_only_with_its_quantisation(
-    command, built, files, tiny_checkpoint, tmp_path
-):
-    arguments = (
-        *command,
-        f"{files / 'unseen.tsv'}:text",
-        "--database",
-        shutil.copytree(built, tmp_path / "a.db"),  # a copy, because calibrating changes the database
-        *model_arguments(tiny_checkpoint),
-    )
-    succeeded(run(*arguments, "--quantize", KIND))
-    refused = run(*arguments)
-    assert refused.exit_code == 2
-    assert "(other weights, quantisation, tokenizer" in refused.stderr
-
-
-def test_classifier_is_bound_to_its_quantisation(files, tiny_checkpoint, quantized, tmp_path):
-    options = ("--data", files / "corpus.tsv", "--output", tmp_path / "fitted")
-    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), "--quantize", KIND, *options))
-    classifier = LinearClassifier.load(tmp_path / "fitted")
-    PrefillEngine.load(quantized, classifier=classifier, dtype="float32")
-    with pytest.raises(DatabaseRefused):
-        PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
 
 
 TEXTS = tuple(f"text {number}" for number in range(20))

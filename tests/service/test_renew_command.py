@@ -1,15 +1,14 @@
 """`attncache renew` as a user runs it: what it prints, and its exit codes."""
 
-import shutil
-
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
+from following import publish
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result, read_renewals
-from attncache_core.reuse.maps.publishing import building_folder, decide, renewing
+from attncache_core.reuse.maps.publishing import renewing
 from service.commands import renew as command
 
 
@@ -18,14 +17,6 @@ def corpus(tmp_path):
     path = tmp_path / "asked.txt"
     path.write_text(f"{PRIVATE}\n" * 300, encoding="utf-8")
     return path
-
-
-def publish(root, built):
-    with renewing(root):
-        building_folder(root).parent.mkdir()
-        shutil.copytree(built, building_folder(root))
-        number = int(building_folder(root).name)
-        decide(root, Renewal("2026-11-25T03:00:00Z", Result.PUBLISHED, number - 1, number, "by a test"))
 
 
 def test_rollback_lets_the_generation_before_serve_again(root, tiny_prototypes_database):

@@ -10,23 +10,21 @@ import shutil
 import sys
 import threading
 import weakref
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_engine import starting
+from following import following, publish
+from following import serving as serving_database
 
 from attncache_core import AttentionDatabase, BuildOptions, MachineBusy, PrefillEngine, build_database
-from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
-from attncache_core.reuse.maps.publishing import building_folder, decide, renewing, roll_back
+from attncache_core.reuse.maps.publishing import roll_back
 from attncache_core.runtime.files import write_whole
 from service.loading import renewals
-from service.loading.engines import MEASURING_GAIN, load_engines
-from service.loading.renewals import with_renewals
+from service.loading.engines import MEASURING_GAIN
 from service.observability.metrics import Metrics
-from service.settings import Settings
 from service.state import Pause
 from service.upkeep.group import Group, Worker
 from service.upkeep.verifier import Verifier
@@ -35,6 +33,7 @@ pytestmark = pytest.mark.anyio
 # `make kills` sets 200.
 SWAPS = int(os.environ.get("ATTNCACHE_SWAPS", "6"))
 MEBIBYTE = 2**20
+serving = partial(serving_database, result_memory_bytes=0)
 
 
 @pytest.fixture(autouse=True)
@@ -49,32 +48,6 @@ def other_mask(tiny_engine, tiny_corpus, tmp_path_factory):
     options = BuildOptions(heads="5", threshold=0.0, prototypes=0, training_steps=20)
     build_database(tiny_engine, tiny_corpus[::2], folder, options)
     return folder
-
-
-def publish(root, built):
-    """Publish a copy of the database in `built`, and return its number."""
-    with renewing(root):
-        building_folder(root).parent.mkdir()
-        shutil.copytree(built, building_folder(root))
-        number = int(building_folder(root).name)
-        before = current_generation(root).number
-        decide(root, Renewal("2026-11-25T03:00:00Z", Result.PUBLISHED, before, number, "by a test"))
-    return number
-
-
-@asynccontextmanager
-async def serving(checkpoint, root, **changed):
-    """Yield a client of a server that follows the database in `root`."""
-    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **changed}
-    settings = Settings(model=str(checkpoint.folder), dtype="float32", database=root, **values)
-
-    def load():
-        return with_renewals(load_engines(settings, checkpoint), settings, checkpoint)
-
-    async with starting(load, database=root, **values) as client:
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
-        yield client
 
 
 async def database_info(client):
@@ -143,8 +116,7 @@ async def test_published_generation_serves_the_next_batch(
 async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_it(
     tiny_checkpoint, tiny_database, tiny_prototypes_database, other_mask, root
 ):
-    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
-    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    loaded = following(tiny_checkpoint, root)
     engines = []
     for built in (tiny_prototypes_database, other_mask, tiny_database):
         engines.append(next(engine for engine in loaded if isinstance(engine, PrefillEngine)))
@@ -252,16 +224,11 @@ def flip(path):
     path.write_bytes(content)
 
 
+# All other damaged files are refused with the same error: tests/reuse/test_database.py.
 DAMAGES = {
-    **{
-        name: lambda folder, name=name: flip(folder / name)
-        for name in ("manifest.json", "key", "projector.safetensors", "prototypes.safetensors")
-    },
-    "familiarity": lambda folder: flip(next(folder.glob("familiarity-*.safetensors"))),
     "index": lambda folder: flip(next(folder.glob("index/*.faiss"))),
     "maps": lambda folder: os.truncate(next(folder.glob("maps/*.maps")), 100),
     "folder": shutil.rmtree,
-    "half": lambda folder: shutil.rmtree(folder / "maps"),
     "current": lambda folder: (folder.parent.parent / "current").write_bytes(b"q\n"),
 }
 
@@ -347,8 +314,7 @@ async def test_watching_ends_with_the_app(tiny_checkpoint, root):
 def test_gain_of_the_next_generation_is_measured_before_it_serves(
     tiny_checkpoint, tiny_prototypes_database, root, monkeypatch
 ):
-    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
-    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    loaded = following(tiny_checkpoint, root)
     first = next(loaded)
     attempts = []
 
@@ -375,8 +341,7 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
 def test_unexpected_error_of_a_measurement_does_not_end_the_following(
     tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, caplog
 ):
-    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
-    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    loaded = following(tiny_checkpoint, root)
     next(loaded)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -393,8 +358,7 @@ def test_unexpected_error_of_a_measurement_does_not_end_the_following(
 
 
 def test_server_that_stores_keys_and_values_keeps_its_heads(tiny_checkpoint, other_mask, root, caplog):
-    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
-    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    loaded = following(tiny_checkpoint, root)
     engine = next(loaded)
     object.__setattr__(engine, "key_values", SimpleNamespace())
     publish(root, other_mask)

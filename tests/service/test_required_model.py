@@ -1,10 +1,7 @@
 """Responses name the model, and a request that requires another model is not computed."""
 
-import asyncio
-import threading
-
 import pytest
-from fake_engine import FAILING, FakeEngine, serving, starting
+from fake_engine import FAILING, FakeEngine, serving
 
 from attncache_core import PrefillEngine
 
@@ -79,22 +76,6 @@ async def test_required_model_is_checked_before_the_body_and_before_the_task():
             "/embed", content=b"{", headers={"X-AttnCache-Require-Model": OTHER, "Content-Length": "9" * 12}
         )
     assert refused.status_code == 409
-
-
-async def test_server_that_is_loading_does_not_know_its_model_yet():
-    loaded = threading.Event()
-
-    def load_engine():
-        loaded.wait()
-        return FakeEngine()
-
-    async with starting(load_engine) as client:
-        answer = await ask(client, "/embed", {"inputs": "a"}, OTHER)
-        loaded.set()
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
-    assert answer.status_code == 503
-    assert "X-AttnCache-Model" not in answer.headers
 
 
 async def test_models_with_different_pooling_have_different_fingerprints(tiny_checkpoint):

@@ -1,16 +1,17 @@
 """Results of equal sequences: computed once, kept up to a number of bytes, and never shared across salts."""
 
 import asyncio
+import re
 import threading
 
 import numpy as np
 import pytest
 import queueing
 from core_decoders import write_llama
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import LABELLED, LabelledEngine, assert_result_of, hold
+from queueing import LABELLED, CountingEngine, LabelledEngine, assert_result_of, hold
 
 from attncache_core import NotFinite, Outcome, PrefillEngine, PrefillResult
 from attncache_core.checkpoints.description import read_checkpoint
@@ -223,6 +224,8 @@ async def test_headers_and_metrics_tell_what_was_repeated():
     assert response.headers["X-AttnCache-Repeated"] == "2/3"
     assert off.headers["X-AttnCache-Repeated"] == "0/1"
     np.testing.assert_allclose(response.json()[1], unit(embedding_of(b"ccc")), rtol=1e-6)
+    assert re.search(r"^attncache_results_bytes [1-9]", metrics, re.MULTILINE)
+    assert "attncache_queue_tokens 0.0" in metrics
     assert 'attncache_repeated_sequences_total{source="kept"} 2.0' in metrics
     assert 'attncache_tokens_total{state="repeated"} 3.0' in metrics
 
@@ -460,23 +463,6 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkey
         for result in await asyncio.gather(*(submit(batcher, "same") for _ in range(3))):
             assert_result_of(["same"], result)
     assert sum(batch.count("same") for batch in engine.batches) == 3
-
-
-class CountingEngine(FakeEngine):
-    """Notes, for each batch, how many texts were tokenised before it was computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokenized = 0
-        self.tokenized_before = {}
-
-    def tokenize(self, texts, *arguments, **more):
-        self.tokenized += len(texts)
-        return super().tokenize(texts, *arguments, **more)
-
-    def run(self, requests):
-        self.tokenized_before.update(dict.fromkeys(texts_of(requests), self.tokenized))
-        return super().run(requests)
 
 
 @pytest.mark.parametrize("first", ["known", "other"])

@@ -6,16 +6,18 @@ import logging
 import os
 import shutil
 import time
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from core_models import random_text
-from fake_engine import FakeEngine, starting
+from fake_engine import FakeEngine
 from fake_engine import serving as serving_fake
+from following import following
+from following import serving as serving_database
 
 from attncache_core import BuildOptions, build_database
 from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
@@ -23,10 +25,8 @@ from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals, renewals_path
 from attncache_core.reuse.maps.publishing import workspace
 from service.loading import regular_renewals, renewals
-from service.loading.engines import load_engines
 from service.loading.rebuild import start_builder
 from service.loading.regular_renewals import RegularRenewals
-from service.loading.renewals import with_renewals
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.state import Pause
@@ -35,6 +35,7 @@ from service.upkeep.sampling import Sampling
 
 pytestmark = pytest.mark.anyio
 BUDGET = {"min_cosine": 0.3, "min_text_cosine": 0.0}
+serving = partial(serving_database, sample=True)
 OPTIONS = BuildOptions(heads="3", prototypes=4, training_steps=10, **BUDGET)
 
 
@@ -56,21 +57,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 0.005)
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 0.01)
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.02)
-
-
-@asynccontextmanager
-async def serving(checkpoint, root, **given):
-    """Yield a client of a server that samples into `root`."""
-    values = {"sample": True, "verify_rate": 0, "min_gain": 0, "database": root, **given}
-    settings = Settings(model=str(checkpoint.folder), dtype="float32", **values)
-
-    def load():
-        return with_renewals(load_engines(settings, checkpoint), settings, checkpoint)
-
-    async with starting(load, **values) as client:
-        while (await client.get("/ready")).status_code == 503:
-            await asyncio.sleep(0.001)
-        yield client
 
 
 async def until(condition):
@@ -219,22 +205,6 @@ async def test_sessions_are_not_sampled(monkeypatch):
         assert len(sampled) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sample": True, "maps": False}, "--sample has no effect with --no-maps"),
-        ({"sample": True, "reuse": False}, "--sample has no effect with --no-reuse"),
-        ({"renew_hours": 24}, "--renew-hours has no effect without --sample"),
-        ({"sample_texts": 5}, "--sample-texts has no effect without --sample"),
-        ({"sample": True, "renew_hours": 0}, "greater than 0"),
-        ({"sample": True, "sample_texts": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_without_effect_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        Settings(**given)
-
-
 def decided(result, hours_ago):
     moment = time.gmtime(time.time() - hours_ago * 3600)
     return Renewal(time.strftime("%Y-%m-%dT%H:%M:%SZ", moment), result, 0, 1, "why")
@@ -371,18 +341,8 @@ def test_where_reuse_cannot_pay_nothing_is_tried_again(tmp_path, regular, starte
 def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.0)
     begin_sample(root, 99)
-    settings = Settings(
-        model=str(tiny_checkpoint.folder),
-        dtype="float32",
-        database=root,
-        sample=True,
-        renew_hours=24,
-        min_gain=0,
-    )
     for renews in (False, True):
-        loaded = with_renewals(
-            load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint, renews=renews
-        )
+        loaded = following(tiny_checkpoint, root, renews, sample=True, renew_hours=24)
         pauses = 0
         while pauses < 3:
             pauses += isinstance(next(loaded), Pause)

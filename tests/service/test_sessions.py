@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_http import request_and_leave
@@ -192,9 +192,7 @@ async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do
     engine = FakeEngine()
     async with serving(engine) as client:
         await ask(client, transcript=["a"])
-        engine.may_run.clear()
-        first = asyncio.create_task(ask(client, append="b"))
-        await asyncio.to_thread(engine.runs.acquire)
+        first = await begun(engine, ask(client, append="b"))
         second = asyncio.create_task(ask(client, append="c"))
         other = asyncio.create_task(ask(client, "other", transcript=["z"]))
         while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
@@ -249,9 +247,7 @@ async def test_expired_session_is_found_while_a_request_of_it_runs():
     async with serving(engine) as client:
         clock = use_clock(client)
         await ask(client, transcript=["a"])
-        engine.may_run.clear()
-        slow = asyncio.create_task(ask(client, append="b"))
-        await asyncio.to_thread(engine.runs.acquire)
+        slow = await begun(engine, ask(client, append="b"))
         clock.seconds += 2 * TTL
         engine.may_run.set()
         assert_is_about(await slow, "ab")

@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.commands.settings_options import settings_options
 from service.errors import InvalidSettings
@@ -9,10 +11,10 @@ from service.settings import (
     Settings,
     environment_name,
     gather_settings,
-    option_name,
     read_settings,
     refuse_unknown_variables,
 )
+from service.settings.reading import write_settings
 
 
 @pytest.mark.parametrize(
@@ -59,17 +61,35 @@ def test_request_that_could_never_be_queued_is_refused_at_start():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("database", "/d"), ("threshold", 0.9), ("min_gain", 0.1), ("verify_rate", 0.1)]
+    ("settings", "says"),
+    [
+        ({"reuse": False, "database": "/d"}, "--database has no effect with --no-reuse"),
+        ({"reuse": False, "threshold": 0.9}, "--threshold has no effect with --no-reuse"),
+        ({"reuse": False, "min_gain": 0.1}, "--min-gain has no effect with --no-reuse"),
+        ({"reuse": False, "verify_rate": 0.1}, "--verify-rate has no effect with --no-reuse"),
+        ({"classifier": "folder", "labels": "a,b"}, "--classifier and --labels both set the labels"),
+        ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
+        ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
+        ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
+        ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
+        ({"blend": "a", "kv": False}, "--blend has no effect with --no-kv"),
+        ({"blend": "a", "database": "b"}, "--blend has no effect with --database"),
+        ({"divide_texts": True}, "--divide-texts has no effect without --blend"),
+        ({"segment_tokens": 5}, "--segment-tokens has no effect without --blend"),
+        ({"blend": "a", "divide_texts": True, "segment_separator": ""}, "needs a --segment-separator"),
+        ({"sample": True, "maps": False}, "--sample has no effect with --no-maps"),
+        ({"sample": True, "reuse": False}, "--sample has no effect with --no-reuse"),
+        ({"renew_hours": 24}, "--renew-hours has no effect without --sample"),
+        ({"sample_texts": 5}, "--sample-texts has no effect without --sample"),
+        ({"sample": True, "renew_hours": 0}, "it must be greater than 0"),
+        ({"sample": True, "sample_texts": 0}, "it must be at least 1"),
+        ({"shared_uses": "kv"}, "has no effect without --shared"),
+        ({"shared": "valkey://a", "shared_uses": "kv,maps"}, "give one or several of kv, sessions, quotas"),
+    ],
 )
-def test_option_without_effect_is_refused(field, value):
-    option = option_name(field)
-    with pytest.raises(InvalidSettings, match=f"{option} has no effect with --no-reuse"):
-        read_settings({"reuse": False, field: value})
-
-
-def test_labels_beside_a_classifier_are_refused():
-    with pytest.raises(InvalidSettings, match="--classifier and --labels both set the labels"):
-        read_settings({"classifier": "folder", "labels": "a,b"})
+def test_settings_that_do_not_go_together_are_refused(settings, says):
+    with pytest.raises(InvalidSettings, match=says):
+        read_settings(settings)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +113,7 @@ def test_name_that_resembles_no_known_one_gets_no_guess():
 
 
 def test_bad_value_of_a_file_names_the_file(tmp_path):
-    config = tmp_path / "attncache.toml"
-    config.write_text('port = "abc"', encoding="utf-8")
+    config = written(tmp_path, 'port = "abc"')
     with pytest.raises(InvalidSettings) as refused:
         gather_settings({}, config)
     assert str(refused.value) == f"--config {config}: port cannot be 'abc': it must be a whole number"
@@ -104,11 +123,6 @@ def test_bad_value_of_a_file_names_the_file(tmp_path):
 
 def test_known_variables_and_foreign_variables_are_accepted():
     refuse_unknown_variables(["PATH", "ATTN", *map(environment_name, Settings.model_fields)])
-
-
-def test_variable_of_a_removed_option_is_refused_with_what_to_use_instead():
-    with pytest.raises(InvalidSettings, match="ATTNCACHE_POLICY was removed; use --threshold"):
-        refuse_unknown_variables(["ATTNCACHE_HOST", "ATTNCACHE_POLICY"])
 
 
 def test_every_field_belongs_to_one_group():
@@ -130,20 +144,14 @@ def test_every_field_is_an_option_with_variable_help_and_default():
         assert field.description
 
 
-@pytest.fixture
-def written(tmp_path):
-    """Return a function that writes a configuration file and returns its path."""
-
-    def write(text):
-        path = tmp_path / "attncache.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
+def written(folder, text):
+    path = folder / "attncache.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def test_options_come_before_variables_before_the_file_before_defaults(written, monkeypatch):
-    config = written('port = 1\nthreads = 2\nmodel = "in-file"\nkv = false\nmin_gain = 0.5\n')
+def test_options_come_before_variables_before_the_file_before_defaults(tmp_path, monkeypatch):
+    config = written(tmp_path, 'port = 1\nthreads = 2\nmodel = "in-file"\nkv = false\nmin_gain = 0.5\n')
     monkeypatch.setenv("ATTNCACHE_PORT", "3")
     monkeypatch.setenv("ATTNCACHE_THREADS", "4")
     monkeypatch.setenv("ATTNCACHE_MODEL", "")  # as absent
@@ -160,15 +168,36 @@ def test_options_come_before_variables_before_the_file_before_defaults(written, 
         ("[network]\nport = 1", r"has a table \[network\]; write every setting as a key without a table"),
         ("port: 1", "is not a TOML file: .*line 1"),
         ("port = 1.5", "--config .*: port cannot be 1.5"),
-        ('port = "many"', "--config .*: port cannot be 'many': it must be a whole number"),
     ],
 )
-def test_bad_file_is_refused_with_the_key(written, text, refusal):
+def test_bad_file_is_refused_with_the_key(tmp_path, text, refusal):
     with pytest.raises(InvalidSettings, match=refusal) as refused:
-        gather_settings({}, written(text))
+        gather_settings({}, written(tmp_path, text))
     assert "\n" not in str(refused.value)
 
 
-def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        gather_settings({}, tmp_path / "absent.toml")
+# A written file.
+
+
+def test_values_are_read_again_and_stand_below_the_comment(tmp_path):
+    path = tmp_path / "a.toml"
+    values = {"quantize": "int8", "threads": 2, "maps": False, "min_gain": 0.0, "cache_dir": Path("/a b")}
+    written = write_settings(path, {**values, "min_gain": 0.05}, ["one\ntwo", "", 'a "b" = 1'])
+    assert gather_settings({}, path) == written
+    assert written == Settings.model_validate(values | {"min_gain": 0.05})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[:3] == ["# one two", "#", '# a "b" = 1']
+    assert len(lines) == 3 + len(values)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_every_text_is_read_as_it_was_written(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("settings") / "a.toml"
+    write_settings(path, {"model": text}, [text])
+    assert gather_settings({}, path).model == text
+
+
+def test_setting_that_serve_refuses_is_not_written(tmp_path):
+    with pytest.raises(InvalidSettings, match="--threads"):
+        write_settings(tmp_path / "a.toml", {"threads": 0}, [])
+    assert list(tmp_path.iterdir()) == []

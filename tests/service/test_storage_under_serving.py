@@ -4,9 +4,7 @@ import asyncio
 import logging
 import mmap
 import os
-import shutil
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,13 +25,8 @@ SIXTEEN_BITS = 1e-3
 
 
 @pytest.fixture
-def folder(tiny_database, tmp_path):
-    return Path(shutil.copytree(tiny_database, tmp_path / "tiny.db"))
-
-
-@pytest.fixture
-def engine(tiny_checkpoint, folder):
-    database = AttentionDatabase.open(folder, threshold=1.0)
+def engine(tiny_checkpoint, root):
+    database = AttentionDatabase.open(root, threshold=1.0)
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
@@ -59,13 +52,13 @@ async def until(condition):
 
 
 async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_and_logged_once(
-    engine, folder, tiny_corpus, caplog
+    engine, root, tiny_corpus, caplog
 ):
     text = text_of(engine, tiny_corpus, 7)
     async with serving(engine) as client:
         hits, before = await embedded(client, text)
         assert hits == "1/1"
-        os.truncate(folder / "maps" / "00007.maps", RECORDS_START)
+        os.truncate(root / "maps" / "00007.maps", RECORDS_START)
         for _ in range(3):
             hits, after = await embedded(client, text)
             assert hits == "0/1"
@@ -78,7 +71,7 @@ async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_
 
 
 async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no_more(
-    engine, folder, tiny_corpus, caplog
+    engine, root, tiny_corpus, caplog
 ):
     text = text_of(engine, tiny_corpus, 7)
     assert engine.map_reuse.database
@@ -87,7 +80,7 @@ async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no
     async with serving(engine) as client:
         hits, before = await embedded(client, text)
         assert hits == "1/1"
-        with (folder / "maps" / "00007.maps").open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        with (root / "maps" / "00007.maps").open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
             content[RECORDS_START + record * RECORD_BYTES + 1] ^= 0x20
 
         async def is_found():

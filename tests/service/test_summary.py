@@ -19,6 +19,12 @@ from service.settings import read_settings
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def reusing(tiny_checkpoint, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
 def lines_of(engine, **settings):
     """Return the lines of the summary by their first word."""
     lines = summary(engine, read_settings(settings), ["http://127.0.0.1:1", "unix:/run/a"])
@@ -37,9 +43,8 @@ def test_summary_names_model_processor_limits_and_address(tiny_engine):
     assert lines["serves"] == "http://127.0.0.1:1, unix:/run/a"
 
 
-def test_summary_names_the_database_and_what_reuse_does(tiny_checkpoint, tiny_database):
-    database = AttentionDatabase.open(tiny_database)
-    lines = lines_of(PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32"))
+def test_summary_names_the_database_and_what_reuse_does(reusing, tiny_database):
+    lines = lines_of(reusing)
     assert lines["database"] == f"{tiny_database} (240 records)"
     assert lines["reuse"].startswith("reusing attention maps whether it saves time here or not")
 
@@ -61,24 +66,20 @@ FASTER = Gain(one_text=-0.27, one_text_bound=-0.3, full_batch=0.08, full_batch_b
     ids=["none", "large", "all"],
 )
 def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_limit(
-    tiny_checkpoint, tiny_database, paying, least_tokens, begins
+    reusing, paying, least_tokens, begins
 ):
-    database = AttentionDatabase.open(tiny_database)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    assert engine.map_reuse
-    engine.map_reuse.reuse_in(paying, MeasuredGain({}, 0.05, {0: FASTER}, paying, FASTER, 0.05, least_tokens))
-    line = lines_of(engine)["reuse"]
+    gain = MeasuredGain({}, 0.05, {0: FASTER}, paying, FASTER, 0.05, least_tokens)
+    reusing.map_reuse.reuse_in(paying, gain)
+    line = lines_of(reusing)["reuse"]
     assert line.startswith(begins)
     assert "full batches 8% faster and single texts 27% slower here" in line
     assert "full batches at least +6.1% with 95 % confidence; needed is +5.0%, by --min-gain 0.05" in line
     assert ("no length group reaches --min-gain alone" in line) == (not paying)
 
 
-def test_summary_says_that_no_gain_is_known_yet(tiny_checkpoint, tiny_database):
-    database = AttentionDatabase.open(tiny_database)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    require_gain(engine, 0.05, measure=False)
-    assert lines_of(engine)["reuse"] == (
+def test_summary_says_that_no_gain_is_known_yet(reusing):
+    require_gain(reusing, 0.05, measure=False)
+    assert lines_of(reusing)["reuse"] == (
         "serving exactly until it is measured whether reuse of attention maps saves time here"
     )
 

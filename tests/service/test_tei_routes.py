@@ -239,109 +239,90 @@ async def test_info_has_what_clients_of_tei_read(tmp_path):
     assert info["model_type"]["classifier"]["label2id"] == {"a": 0, "b": 1}
 
 
-BAD = [
-    ("/embed_all", {"inputs": ""}, "inputs[0] must not be empty"),
-    ("/embed_all", {"inputs": [[1], [10**7]]}, "inputs[1] has a number that is no token id"),
-    ("/embed_all", {"inputs": [1], "prompt_name": "a"}, "prompt_name is accepted with texts only"),
-    (
-        "/embed_all",
-        {"inputs": "a", "truncation_direction": "up"},
-        "truncation_direction must be left or right",
-    ),
-    ("/similarity", {"inputs": "a"}, "inputs must be an object"),
-    ("/similarity", {"inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
-    (
-        "/similarity",
-        {"inputs": {"source_sentence": "", "sentences": ["a"]}},
-        "inputs.source_sentence must not",
-    ),
-    (
-        "/similarity",
-        {"inputs": {"source_sentence": "a", "sentences": ["a", 7]}},
-        "inputs.sentences[1] must be a",
-    ),
-    (
-        "/similarity",
-        {"inputs": {"source_sentence": "a", "sentences": []}},
-        "inputs.sentences must not be empty",
-    ),
-    (
-        "/similarity",
-        {**BODIES["/similarity"], "parameters": {"Sesam": 1}},
-        "parameters has an unknown field; the",
-    ),
-    ("/rerank", {"query": "a"}, "give one of texts, documents and segments"),
-    (
-        "/rerank",
-        {"query": "a", "texts": ["a"], "documents": ["a"]},
-        "give one of texts, documents and segments",
-    ),
-    (
-        "/rerank",
-        {"query": "a", "segments": ["a"], "raw_scores": True},
-        "raw_scores is not accepted with segments",
-    ),
-    ("/rerank", {"query": "a", "segments": ["a"]}, "a decoder that scores labels"),
-    ("/rerank", {"query": "", "texts": ["a"]}, "query must not be empty"),
-    ("/rerank", {"query": "a", "texts": ["a", ""]}, "texts[1] must not be empty"),
-    ("/rerank", {"query": "a", "texts": []}, "texts must not be empty"),
-    (
-        "/rerank",
-        {"query": "a", "documents": ["a", {"txt": "a"}]},
-        "documents[1] must be a string, or an object with a string in the field text",
-    ),
-    ("/rerank", {"query": "a", "documents": [7]}, "documents[0] must be a string, or an object"),
-    ("/rerank", {"query": "a", "documents": [{"text": 7}]}, "documents[0] must be a string, or an object"),
-    ("/rerank", {"query": "a", "documents": [{"text": ""}]}, "documents[0] must not be empty"),
-    ("/rerank", {"query": "a", "texts": ["a"], "top_n": 0}, "top_n must be greater than 0"),
-    ("/rerank", {"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
-    ("/rerank", {"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
-    ("/rerank", {"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),
-    ("/rerank", {"query": "a", "texts": ["a"], "model": "another"}, "model is not the model of this server"),
-    ("/rerank", {"query": "a", "texts": ["a"] * 256}, "texts must have at most 255 texts"),
-    ("/predict", {"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair"),
-    ("/predict", {"inputs": [["a"], ["a", "b", "c"]]}, "element [1] is neither"),
-    ("/predict", {"inputs": [["a"], "b"]}, "element [1] is neither"),
-    ("/predict", {"inputs": []}, "inputs must be a text, a pair"),
-    ("/predict", {"inputs": 7}, "inputs must be a text, a pair"),
-    ("/predict", {"inputs": "a", "parameters": {"top_k": 0}}, "parameters.top_k must be greater than 0"),
-    ("/predict", {"inputs": ["a", "b"], "parameters": {"top_k": 1}}, "send [[text], [text]] for two texts"),
-    (
-        "/predict",
-        {"inputs": "a", "parameters": {"function_to_apply": "tanh"}},
-        "must be 'sigmoid', 'softmax' or",
-    ),
-    ("/tokenize", {"inputs": [7]}, "inputs[0] must be a string"),
-    ("/tokenize", {"inputs": ["a" * 2**18, "b"]}, "at most 262144 are accepted"),
-    ("/decode", {"ids": "a"}, "ids must be a list of token ids, or"),
-    ("/decode", {"ids": []}, "ids must not be empty"),
-    ("/decode", {"ids": [[7], [10**7]]}, "ids[1] has a number that is no token id"),
-    ("/decode", {"ids": [7, "a"]}, "ids[0] must be a list of token ids"),
-    ("/decode", {"ids": [7] * (2**18 + 1)}, "at most 262144 are accepted"),
-    ("/", {"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
-    ("/", {"inputs": "a", "parameters": {}}, "the server has no labels of its own; use /classify"),
-    ("/", {"inputs": "a", "parameters": {"top_k": 1}}, "the server has no labels of its own; use /classify"),
-    ("/", {"inputs": "a", "parameters": {"Sesam": 1}}, "to embed, send its fields beside inputs"),
-    ("/", {"inputs": "a", "parameters": "Sesam"}, "to embed, send its fields beside inputs"),
-    (
-        "/",
-        {"inputs": "a", "parameters": {"candidate_labels": []}},
-        "parameters.candidate_labels must not be empty",
-    ),
-    (
-        "/",
-        {"inputs": "a", "parameters": {"candidate_labels": ["a", "a"]}},
-        "parameters.candidate_labels[1] repeats an earlier",
-    ),
-    (
-        "/",
-        {"inputs": "a", "parameters": {"candidate_labels": ["a"], "multi_label": True}},
-        "parameters.multi_label is accepted only",
-    ),
-]
+# path -> bodies, and what the refusal says
+BAD = {
+    "/embed_all": [
+        ({"inputs": ""}, "inputs[0] must not be empty"),
+        ({"inputs": [[1], [10**7]]}, "inputs[1] has a number that is no token id"),
+        ({"inputs": [1], "prompt_name": "a"}, "prompt_name is accepted with texts only"),
+        ({"inputs": "a", "truncation_direction": "up"}, "truncation_direction must be left or right"),
+    ],
+    "/similarity": [
+        ({"inputs": "a"}, "inputs must be an object"),
+        ({"inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
+        ({"inputs": {"source_sentence": "", "sentences": ["a"]}}, "inputs.source_sentence must not"),
+        ({"inputs": {"source_sentence": "a", "sentences": ["a", 7]}}, "inputs.sentences[1] must be a"),
+        ({"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences must not be empty"),
+        ({**BODIES["/similarity"], "parameters": {"Sesam": 1}}, "parameters has an unknown field; the"),
+    ],
+    "/rerank": [
+        ({"query": "a"}, "give one of texts, documents and segments"),
+        ({"query": "a", "texts": ["a"], "documents": ["a"]}, "give one of texts, documents and segments"),
+        ({"query": "a", "segments": ["a"], "raw_scores": True}, "raw_scores is not accepted with segments"),
+        ({"query": "a", "segments": ["a"]}, "a decoder that scores labels"),
+        ({"query": "", "texts": ["a"]}, "query must not be empty"),
+        ({"query": "a", "texts": ["a", ""]}, "texts[1] must not be empty"),
+        ({"query": "a", "texts": []}, "texts must not be empty"),
+        (
+            {"query": "a", "documents": ["a", {"txt": "a"}]},
+            "documents[1] must be a string, or an object with a string in the field text",
+        ),
+        ({"query": "a", "documents": [7]}, "documents[0] must be a string, or an object"),
+        ({"query": "a", "documents": [{"text": 7}]}, "documents[0] must be a string, or an object"),
+        ({"query": "a", "documents": [{"text": ""}]}, "documents[0] must not be empty"),
+        ({"query": "a", "texts": ["a"], "top_n": 0}, "top_n must be greater than 0"),
+        ({"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
+        ({"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
+        ({"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),
+        ({"query": "a", "texts": ["a"], "model": "another"}, "model is not the model of this server"),
+        ({"query": "a", "texts": ["a"] * 256}, "texts must have at most 255 texts"),
+    ],
+    "/predict": [
+        ({"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair"),
+        ({"inputs": [["a"], ["a", "b", "c"]]}, "element [1] is neither"),
+        ({"inputs": [["a"], "b"]}, "element [1] is neither"),
+        ({"inputs": []}, "inputs must be a text, a pair"),
+        ({"inputs": 7}, "inputs must be a text, a pair"),
+        ({"inputs": "a", "parameters": {"top_k": 0}}, "parameters.top_k must be greater than 0"),
+        ({"inputs": ["a", "b"], "parameters": {"top_k": 1}}, "send [[text], [text]] for two texts"),
+        ({"inputs": "a", "parameters": {"function_to_apply": "tanh"}}, "must be 'sigmoid', 'softmax' or"),
+    ],
+    "/tokenize": [
+        ({"inputs": [7]}, "inputs[0] must be a string"),
+        ({"inputs": ["a" * 2**18, "b"]}, "at most 262144 are accepted"),
+    ],
+    "/decode": [
+        ({"ids": "a"}, "ids must be a list of token ids, or"),
+        ({"ids": []}, "ids must not be empty"),
+        ({"ids": [[7], [10**7]]}, "ids[1] has a number that is no token id"),
+        ({"ids": [7, "a"]}, "ids[0] must be a list of token ids"),
+        ({"ids": [7] * (2**18 + 1)}, "at most 262144 are accepted"),
+    ],
+    "/": [
+        ({"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
+        ({"inputs": "a", "parameters": {}}, "the server has no labels of its own; use /classify"),
+        ({"inputs": "a", "parameters": {"top_k": 1}}, "the server has no labels of its own; use /classify"),
+        ({"inputs": "a", "parameters": {"Sesam": 1}}, "to embed, send its fields beside inputs"),
+        ({"inputs": "a", "parameters": "Sesam"}, "to embed, send its fields beside inputs"),
+        (
+            {"inputs": "a", "parameters": {"candidate_labels": []}},
+            "parameters.candidate_labels must not be empty",
+        ),
+        (
+            {"inputs": "a", "parameters": {"candidate_labels": ["a", "a"]}},
+            "parameters.candidate_labels[1] repeats an earlier",
+        ),
+        (
+            {"inputs": "a", "parameters": {"candidate_labels": ["a"], "multi_label": True}},
+            "parameters.multi_label is accepted only",
+        ),
+    ],
+}
 
 
-@pytest.mark.parametrize(("path", "body", "message"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize(
+    ("path", "body", "message"), [(path, *bad) for path, bodies in BAD.items() for bad in bodies]
+)
 async def test_bad_body_is_refused_with_the_field_and_the_remedy(path, body, message):
     async with serving() as client:
         response = await client.post(path, json=body)

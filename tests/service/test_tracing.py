@@ -1,11 +1,9 @@
 """Traces: what they tell, which variables ask for them, and how they leave the server."""
 
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from entrance import Stub
 from fake_engine import SECRET, FakeEngine, serving
 from running import ANSWERED
 
@@ -121,39 +119,22 @@ def test_missing_packages_are_named_in_a_warning(monkeypatch, caplog):
     assert "pip install 'attncache[otel]'" in caplog.text
 
 
-@contextmanager
+@pytest.fixture
 def collector():
-    """Yield the address of a collector, and the bodies that it gets."""
-    bodies = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments):
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-        server.shutdown()
-        thread.join()
+    stub = Stub("127.0.0.1")
+    yield stub
+    stub.close()
 
 
-async def test_server_sends_its_traces_to_the_collector_of_the_variables(monkeypatch):
-    with collector() as (url, bodies):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        async with serving(FakeEngine()) as client:
-            await client.post(
-                f"/embed?text={SECRET}", json={"inputs": [SECRET, "b"]}, headers={"traceparent": TRACEPARENT}
-            )
-            await client.get(f"/{SECRET}")
-    (body,) = bodies
+async def test_server_sends_its_traces_to_the_collector_of_the_variables(monkeypatch, collector):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+    async with serving(FakeEngine()) as client:
+        await client.post(
+            f"/embed?text={SECRET}", json={"inputs": [SECRET, "b"]}, headers={"traceparent": TRACEPARENT}
+        )
+        await client.get(f"/{SECRET}")
+    ((_, _, body),) = collector.requests
     assert SECRET.encode() not in body
     (resource,) = collected.ExportTraceServiceRequest.FromString(body).resource_spans
     assert {
@@ -172,10 +153,9 @@ async def test_server_sends_its_traces_to_the_collector_of_the_variables(monkeyp
     assert spans["answer"].end_time_unix_nano <= spans["POST /embed"].end_time_unix_nano
 
 
-async def test_sampler_of_the_variables_decides(monkeypatch):
-    with collector() as (url, bodies):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/v1/traces")
-        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-        async with serving(FakeEngine()) as client:
-            await client.post("/embed", json={"inputs": "a"})
-    assert bodies == []
+async def test_sampler_of_the_variables_decides(monkeypatch, collector):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{collector.port}/v1/traces")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    async with serving(FakeEngine()) as client:
+        await client.post("/embed", json={"inputs": "a"})
+    assert collector.requests == []

@@ -226,11 +226,6 @@ def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts
     assert output.read_text(encoding="utf-8") == "port = 81\n"
 
 
-def test_file_that_is_no_results_file_is_refused(tiny_checkpoint, texts, tmp_path):
-    (tmp_path / "tuned.json").write_text("[]", encoding="utf-8")
-    assert_one_line(tune(tiny_checkpoint, texts, tmp_path / "tuned.toml"), "is not a results file of tune")
-
-
 def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):
     output, calibrating = tmp_path / "tuned.toml", tmp_path / "calibrating.txt"
     calibrating.write_text("\n".join(["my card is lost"] * 16), encoding="utf-8")

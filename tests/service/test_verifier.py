@@ -161,16 +161,6 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines():
     assert numbers(metrics)[("attncache_verify_cosine_sum",)] == pytest.approx(50.5)
 
 
-def test_failing_verification_is_logged_without_the_text_and_counted(caplog):
-    engine, metrics = UnverifiableEngine(stored={"Sesam"}), Metrics()
-    verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["Sesam"])
-    verify_all(verifier)
-    assert "verifying hits failed" in caplog.text
-    assert "Sesam" not in caplog.text
-    assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (0, 1)
-
-
 # Usual and unusual texts.
 
 LIMITED = policy_of(floor=0.95, limit=StrangenessLimit(strangest=0.04, usual=0.02))
@@ -299,21 +289,6 @@ def test_tightening_of_another_server_is_adopted_and_its_pending_hits_are_droppe
     # The batches have 7, 8 and 8 hits, so the third batch holds the sixteenth hit.
     assert verified_texts(good) == ["longer than eight"] * 10 + ["short"] * 13
     assert numbers(metrics)[(DROPPED,)] == 17
-
-
-def test_hits_of_two_servers_count_together(tmp_path):
-    verifiers = []
-    for _ in range(2):
-        engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
-        verifier = verifier_of(engine, metrics)
-        serve(engine, verifier, ["short"] * 32)
-        verifiers.append((verifier, engine, metrics))
-    for verifier, _, _ in verifiers:
-        verify_all(verifier)
-    (_, first, _), (_, second, metrics) = verifiers
-    assert first.map_reuse.policy == policy_of()
-    assert second.map_reuse.policy == policy_of().tightened(0)
-    assert numbers(metrics)[(FAILURES,)] == 1
 
 
 def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_path):
@@ -494,13 +469,14 @@ async def test_verified_hits_are_not_in_the_metrics_of_requests():
         await submit(batcher, ["a", "bb", "ccc"])
         await verified(metrics, 3)
         values = numbers(metrics)
-    assert {
-        "hits": values["attncache_sequences_total", "hit"],
-        "not searched": values["attncache_sequences_total", "not_searched"],
-        "batches": values[("attncache_batch_sequences_count",)],
-        "tokens": values[("attncache_batch_tokens_sum",)],
-        "waited": values[("attncache_queue_seconds_count",)],
-    } == {"hits": 3, "not searched": 0, "batches": 1, "tokens": 6, "waited": 1}
+    expected = {
+        ("attncache_sequences_total", "hit"): 3,
+        ("attncache_sequences_total", "not_searched"): 0,
+        ("attncache_batch_sequences_count",): 1,
+        ("attncache_batch_tokens_sum",): 6,
+        ("attncache_queue_seconds_count",): 1,
+    }
+    assert {name: values[name] for name in expected} == expected
 
 
 # In the real app.

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
+from fake_engine import OWN_PROMPT, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import assert_result_of, batching, hold, submit
@@ -39,9 +39,7 @@ class SimulatedQueue:
 
     def add(self, flow, *texts):
         """Queue texts of a client. Raises QueueFull."""
-        request = PendingRequest(
-            Texts(texts, truncate=True), OWN_PROMPT, False, True, future_of_nobody(), (flow,)
-        )
+        request = request_of(texts, flow)
         starting = self.queue.add(request)
         if starting:
             self._turn = self.queue.batches()
@@ -87,9 +85,13 @@ class SimulatedQueue:
         return made.select([index for index, text in enumerate(texts) if text not in self._known])
 
 
-def future_of_nobody():
-    """A future that is never done, and needs no event loop."""
-    return Future()
+def request_of(texts, flow="client"):
+    """Return a request whose future is never done, and needs no event loop."""
+    return PendingRequest(Texts(texts, truncate=True), OWN_PROMPT, False, True, Future(), (flow,))
+
+
+def queue_of(tokens=BATCH, tokenize=lambda request: request.next_part(FakeEngine(), MANY), threads=1):
+    return RequestQueue(Limits(tokens, MANY, MANY, MANY), tokenize, lambda _: None, lambda *_: None, threads)
 
 
 def measured_queue(**limits):
@@ -228,17 +230,13 @@ async def test_batcher_refuses_one_client_and_serves_the_other():
     engine = FakeEngine()
     async with batching(engine, tokens=10, queue_seconds=0.0) as batcher:
         busy = await measured_batcher(batcher, engine)
-
-        def submitted(client, *texts):
-            return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(client,))
-
-        waiting = submitted("greedy", *["x" * 10] * 3)
+        waiting = submit(batcher, ["x" * 10] * 3, flow=("greedy",))
         with pytest.raises(QueueFull):
-            submitted("greedy", "x")
-        other = submitted("modest", "one text")
+            submit(batcher, ["x"], flow=("greedy",))
+        other = submit(batcher, ["one text"], flow=("modest",))
         engine.may_run.set()
         await asyncio.gather(busy, waiting, other)
-        await submitted("greedy", "x")
+        await submit(batcher, ["x"], flow=("greedy",))
 
 
 @pytest.mark.anyio
@@ -246,9 +244,7 @@ async def test_refusal_says_when_to_come_again_and_names_the_option():
     engine, body = FakeEngine(), {"inputs": "x"}
     async with serving(engine, max_queue_seconds=0, max_batch_tokens=10) as client:
         assert (await client.post("/embed", json={"inputs": ["x" * 10] * 50})).status_code == 200
-        engine.may_run.clear()
-        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await begun(engine, client.post("/embed", json={"inputs": "busy"}))
         waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 10] * 8}))
         while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.001)
@@ -263,14 +259,8 @@ async def test_refusal_says_when_to_come_again_and_names_the_option():
 
 
 def test_sequences_that_leave_while_their_keys_are_looked_up_fail_nothing(monkeypatch):
-    limits = Limits(BATCH, MANY, MANY, MANY)
-    queue = RequestQueue(
-        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None
-    )
-    request = PendingRequest(
-        Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
-    )
-    queue.add(request)
+    queue = queue_of()
+    queue.add(request_of(["a", "b"]))
 
     def leave(piece):
         piece.request.waiting.clear()  # as another thread does, if the client disconnects
@@ -336,28 +326,15 @@ async def test_known_texts_are_charged_as_guessed_before_the_guess_for_the_other
 
 
 def test_more_threads_start_once_the_tokens_are_known():
-    limits = Limits(1024, MANY, MANY, MANY)
-    queue = RequestQueue(
-        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None, 2
-    )
-    texts = ["a" * 60] * 60  # guessed as 900 tokens, and 3,600
-    request = PendingRequest(
-        Texts(texts, truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
-    )
-    assert queue.add(request) == 1
+    queue = queue_of(1024, threads=2)
+    assert queue.add(request_of(["a" * 60] * 60)) == 1  # guessed as 900 tokens, and 3,600
     assert next(queue.batches())
     assert [queue.start_more(), queue.start_more()] == [1, 0]
 
 
 def test_thread_goes_on_if_the_other_one_fails_while_fewer_may_run(monkeypatch):
-    limits = Limits(BATCH, MANY, MANY, MANY)
-    queue = RequestQueue(
-        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None, 2
-    )
-    request = PendingRequest(
-        Texts(["a"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
-    )
-    queue.add(request)
+    queue = queue_of(threads=2)
+    queue.add(request_of(["a"]))
     queue._running = 2
     queue.allow_threads(1)
 
@@ -377,11 +354,7 @@ def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is
         assert len(looked_at) < 10
         # The event loop will tell the client, so the future is not done yet.
 
-    limits = Limits(BATCH, MANY, MANY, MANY)
-    queue = RequestQueue(limits, failing, lambda _: None, lambda *_: None)
-    request = PendingRequest(
-        Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
-    )
+    queue, request = queue_of(tokenize=failing), request_of(["a", "b"])
     queue.add(request)
     assert queue.upcoming() == []
     assert looked_at == [request]

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 from core_decoders import write_llama
-from fake_engine import FakeEngine, embedding_of, policy_of, starting
+from fake_engine import FakeEngine, begun, embedding_of, policy_of, starting
 from raw_http import request_and_leave
 
 from attncache_core import KeyValueOptions, PrefillEngine
@@ -223,43 +223,12 @@ async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path):
     assert other.verified == []
 
 
-@pytest.mark.anyio
-async def test_sessions_of_different_salts_and_errors_are_those_of_a_single_server(tmp_path):
-    async with two_workers(tmp_path, [FakeEngine(), FakeEngine()]) as clients:
-        for client in clients:
-            for salt in ("a", "b"):
-                body = {"session_id": "s", "cache_salt": salt}
-                started = await client.post("/embed", json={**body, "transcript": salt, "normalize": False})
-                assert sum(started.json()[0]) == 1
-        for client in clients:
-            answers = []
-            for body in (
-                {"session_id": "new", "append": "a"},
-                {"session_id": "s", "append": ""},
-                {"session_id": "s", "inputs": "a"},
-                {"session_id": "s", "transcript": "a", "dimensions": 10**6},
-                {"session_id": "s", "transcript": "x" * 65, "truncate": False},
-            ):
-                answer = await client.post("/embed", json=body)
-                assert answer.status_code >= 400, (body, answer.text)
-                answers.append((answer.status_code, answer.json()["error"]["field"]))
-            assert answers == [
-                (404, "session_id"),
-                (400, "append"),
-                (400, "inputs"),
-                (400, "dimensions"),
-                (422, "transcript"),
-            ]
-
-
 @asynccontextmanager
 async def running_in_the_first(clients, engine):
     """While the block runs, a turn `b` of session `s` runs in the first of two workers, after a turn `a`."""
     first, other = clients
     await turn(other, transcript="a")
-    engine.may_run.clear()
-    running = asyncio.create_task(turn(first, append="b"))
-    await asyncio.to_thread(engine.runs.acquire)
+    running = await begun(engine, turn(first, append="b"))
     yield
     engine.may_run.set()
     assert await running == embedding_of(b"ab").tolist()

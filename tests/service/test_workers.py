@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import embedding_of
-from raw_http import PATIENCE_SECONDS, post, read_response, wait_until
+from raw_http import PATIENCE_SECONDS, make_certificate, post, read_response, wait_until
 from server_process import get, is_running
 
 SPREAD = 24
@@ -35,14 +34,8 @@ def worker_of(response):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")
-    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-days", "2", "-nodes"]
-    names = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    make_certificate(folder, "cert")
     return folder
 
 
@@ -51,7 +44,7 @@ def servers(start, certificates, tmp_path_factory):
     """The servers of all tests, by name. All of them start at once."""
     keys, sockets = tmp_path_factory.mktemp("keys") / "keys", Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
     keys.write_text(f"client {KEY} requests_per_minute=5\nops {ADMIN_KEY} admin\n")
-    tls = {"tls_cert": str(certificates / "cert.pem"), "tls_key": str(certificates / "key.pem")}
+    tls = {"tls_cert": str(certificates / "cert.pem"), "tls_key": str(certificates / "cert.key")}
     yield {
         "keys file": keys,
         "plain": start("loads", workers=3),
