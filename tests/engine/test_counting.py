@@ -113,29 +113,6 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
         assert {heads for *_, heads in layer.attended} <= {HEADS - reused}
 
 
-@pytest.mark.usefixtures("computing")
-def test_misses_have_all_heads_computed(engine, misses):
-    _, hit = run(engine, misses)
-    assert not any(hit)
-    tokens = sum(map(len, misses))
-    for layer in engine.model.layers:
-        assert layer.values == [(tokens, HEADS)]
-        assert layer.attended_tokens_times_heads == tokens * HEADS
-
-
-@pytest.mark.usefixtures("computing")
-def test_in_a_mixed_batch_only_misses_are_projected_for_the_reused_heads(engine, hits, misses):
-    sequences = [misses[3], hits[0], misses[0], *hits[1:], misses[1], misses[2]]
-    _, hit = run(engine, sequences)
-    assert hit == [ids in hits for ids in sequences]
-    tokens, missed = sum(map(len, sequences)), sum(map(len, misses))
-    for layer, reused in zip(engine.model.layers, engine.map_reuse.database.mask.reused, strict=True):
-        assert layer.values == [(tokens, HEADS)]
-        assert layer.computed == [(tokens, HEADS - reused)]
-        assert layer.reused == ([(missed, reused)] if reused else [])
-        assert layer.attended_tokens_times_heads == tokens * (HEADS - reused) + missed * reused
-
-
 def test_inputs_projected_for_the_reused_heads_are_those_of_the_misses(tiny_engine, engine, hits, misses):
     with attention_by("kernel"):
         run(engine, [*hits, *misses])

@@ -262,17 +262,6 @@ def test_hits_and_misses_are_one_compiled_call_with_the_bits_of_the_layers(
     np.testing.assert_array_equal(result.similarities, by_layers.similarities)
 
 
-@settings(max_examples=20)
-@given(st.floats(0.7, 1.01), st.floats(0.7, 1.01))
-def test_raising_the_threshold_only_removes_hits(engines, recorded, first, second):
-    sequences = [*some_of_each(recorded, 1), *random_sequences([5, 6, 7, 8, 9, 10] * 3, seed=2)]
-    low, high = (
-        np.array(run(at_threshold(engines("4"), threshold), sequences).outcomes) == Outcome.HIT
-        for threshold in sorted((first, second))
-    )
-    assert (high <= low).all()
-
-
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 @pytest.mark.parametrize("heads", ["all", "5"])
 def test_outputs_do_not_depend_on_the_batch_or_its_order(engines, recorded, heads, threshold):

@@ -182,25 +182,11 @@ def test_recorded_texts_hit_themselves_with_the_pruned_models_outputs(pruned, ti
     np.testing.assert_allclose(served.outputs, reference, atol=SIXTEEN_BITS, rtol=0)
 
 
-def test_a_text_with_another_texts_maps_differs_from_the_full_computation(pruned):
-    checkpoint, full, folder = pruned
-    engine = PrefillEngine.load(checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
-    sequences = random_sequences([7, 8], seed=5)
-    served = prefill(engine, sequences)
-    assert served.outcomes == (Outcome.HIT, Outcome.HIT)
-    assert abs(served.outputs - prefill(full, sequences, reuse=False).outputs).max() > 10 * SIXTEEN_BITS
-
-
 @pytest.mark.parametrize(("attention", "blocks"), [("", ""), ("2", ""), ("", "1"), ("1", "2"), ("1,2", "")])
 def test_a_database_serves_the_variant_it_was_built_for_and_no_other(pruned, variant, attention, blocks):
     database = AttentionDatabase.open(pruned[2])
     with pytest.raises(DatabaseRefused, match="layers dropped"):
         PrefillEngine.load(variant(attention, blocks), database=database, dtype="float32")
-
-
-def test_a_database_of_the_whole_model_is_refused_by_a_pruned_one(tiny_database, variant):
-    with pytest.raises(DatabaseRefused, match="layers dropped"):
-        PrefillEngine.load(variant("1"), database=AttentionDatabase.open(tiny_database), dtype="float32")
 
 
 def test_neighbouring_layers_of_a_pruned_model_can_share_maps(variant):

@@ -187,14 +187,6 @@ def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family
     assert torch.cosine_similarity(found.float(), expected, dim=1).median() >= 0.999
 
 
-@settings(max_examples=6)
-@given(any_lengths)
-def test_a_row_of_a_batch_is_the_row_alone(family, lengths):
-    sequences = random_sequences(lengths, seed=sum(lengths))
-    alone = [last_hidden(family.model(), [ids])[0] for ids in sequences]
-    assert_near(last_hidden(family.model(), sequences), alone, FLOAT32)
-
-
 @pytest.mark.parametrize("computing", COMPUTING)
 @settings(max_examples=6)
 @given(

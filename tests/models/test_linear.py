@@ -76,18 +76,6 @@ def test_products_of_onednn_have_the_rows_of_their_input(monkeypatch, name, rows
         torch.testing.assert_close(linear(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
 
 
-def test_packed_layer_without_bias():
-    layer, x = layer_and_input(bias=False)
-    torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=TOLERANCE, rtol=0)
-
-
-def test_a_slice_of_rows_is_projected_like_a_copy():
-    layer, x = layer_and_input(rows=9)
-    torch.testing.assert_close(
-        PackedLinear(layer.weight, layer.bias)(x[4:]), layer(x[4:].clone()), atol=TOLERANCE, rtol=0
-    )
-
-
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
 def test_residual_is_added_and_not_modified(kind):
     layer, x = layer_and_input(kind=kind)
@@ -157,11 +145,3 @@ def test_without_onednn_the_arithmetic_is_the_same(name, monkeypatch):
     torch.testing.assert_close(plain(x), expected, atol=TOLERANCE, rtol=0)
     if name is None:
         torch.testing.assert_close(plain(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
-
-
-def test_later_changes_of_the_weights_do_not_change_a_packed_layer():
-    layer, x = layer_and_input()
-    linear = PackedLinear(layer.weight.clone(), layer.bias)
-    expected = layer(x)
-    layer.weight.zero_()
-    torch.testing.assert_close(linear(x), expected, atol=TOLERANCE, rtol=0)
