@@ -181,33 +181,6 @@ def test_declined_sequences_are_computed_in_full_in_a_batch_with_hits(engines, t
     np.testing.assert_allclose(result.outputs[1], tiny_reference.means(sequences)[1], atol=FLOAT32)
 
 
-def test_tightening_raises_an_engines_thresholds_until_its_group_is_off(tiny_checkpoint, folder):
-    opened = AttentionDatabase.open(folder)
-    groups = tuple(LengthGroup(longest, dict.fromkeys(RecordKind, KindPolicy(0.0))) for longest in (6, 10))
-    policy = ReusePolicy(Budget(Measure.COSINE, 0.9), groups)
-    engine = engine_of(tiny_checkpoint, folder, policy)
-    sequences = random_sequences([5, 6, 7, 9] * 5, seed=7)
-    short = np.array([len(ids) <= 6 for ids in sequences])
-    hits = np.array([outcome.is_hit for outcome in run(engine, sequences).outcomes])
-    longer = hits[~short]
-    for _ in range(6):
-        before = engine.map_reuse.policy
-        engine.map_reuse.tighten(0)
-        assert engine.map_reuse.policy == before.tightened(0)
-        assert engine.info().database.policy == engine.map_reuse.policy.info()
-        outcomes = np.array(run(engine, sequences).outcomes, dtype=object)
-        now = np.array([outcome.is_hit for outcome in outcomes])
-        assert (now[short] <= hits[short]).all()
-        assert now[~short].tolist() == longer.tolist()
-        hits = now
-    assert engine.map_reuse.policy.groups[0].tightened == 6
-    assert engine.map_reuse.policy.groups[0].is_off
-    assert set(outcomes[short]) == {Outcome.NOT_SEARCHED}
-    # Other engines and the database are not affected.
-    assert engine.map_reuse.database.search.policy == policy
-    assert AttentionDatabase.open(folder).manifest == opened.manifest
-
-
 def test_first_step_of_a_group_without_a_search_starts_the_search(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder, policy_of(mean=ALWAYS, searched=False))
     sequences = random_sequences([5, 9], seed=8)
