@@ -91,12 +91,6 @@ def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # n
 
 
 @pytest.mark.usefixtures("same_key")
-def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrupted, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
-    assert contents(tmp_path / "a.db") == uninterrupted
-
-
-@pytest.mark.usefixtures("same_key")
 @pytest.mark.parametrize(
     ("stop_at", "finished_segments", "stages_left"),
     [
