@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core_decoders import write_llama
 from core_models import random_text, write_model, write_sentence_transformer
-from core_reference import Reference
+from family_reference import FamilyReference
 from forked_peer import forked_peers  # noqa: F401 - a fixture
 from hypothesis import HealthCheck, settings
 from recorded import recorded  # noqa: F401 - a fixture
@@ -105,13 +105,13 @@ def default_checkpoint():
 @pytest.fixture(scope="session")
 def tiny_reference(tiny_checkpoint):
     """The tiny model, run by Hugging Face."""
-    return Reference(tiny_checkpoint.folder)
+    return FamilyReference(tiny_checkpoint.folder)
 
 
 @pytest.fixture(scope="session")
 def default_reference(default_checkpoint):
     """The default model, run by Hugging Face."""
-    return Reference(default_checkpoint.folder)
+    return FamilyReference(default_checkpoint.folder)
 
 
 def pytest_collection_modifyitems(items):

@@ -235,6 +235,14 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
+def contents_of(database: Path) -> dict[str, object]:
+    """Return the bytes of every file, and the manifest without the time and duration of the build."""
+    files = {str(path.relative_to(database)): path for path in database.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop("manifest.json").read_bytes())
+    del manifest["build"]["seconds"], manifest["build"]["created"]
+    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
+
+
 def random_sequence(random: np.random.Generator, length: int) -> list[int]:
     """Return [CLS] words [SEP] with `length` tokens in total; below 3 tokens only words."""
     words = random.integers(len(SPECIAL), len(VOCABULARY), size=length).tolist()

@@ -163,20 +163,7 @@ def at_threshold(engine, threshold):
         strategy = MapReuse(replace(strategy.database, search=search))
     else:
         strategy = TokenOverlap(strategy.store, strategy.recorded, strategy.mask, threshold)
-    return with_strategy(engine, strategy)
-
-
-def with_strategy(engine, strategy, **options):
-    """Return an engine with the same model and another strategy."""
-    return PrefillEngine(
-        engine.checkpoint,
-        engine.model,
-        engine.tokenizer,
-        dtype=engine.dtype,
-        threads=1,
-        strategy=strategy,
-        **options,
-    )
+    return replace(engine, strategy=strategy)
 
 
 def test_hits_misses_and_not_searched_sequences_in_one_batch(engines, recorded, tiny_reference):
@@ -231,7 +218,7 @@ def test_batch_in_which_reuse_does_not_pay_is_one_compiled_call(
     database = AttentionDatabase.open(tiny_database, threshold=0.0)
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     search = replace(database.search, **({"least_tokens": 99} if few else {"paying": frozenset()}))
-    engine = with_strategy(engine, MapReuse(replace(database, search=search)))
+    engine = replace(engine, strategy=MapReuse(replace(database, search=search)))
     sequences = [*some_of_each(recorded, 1), *random_sequences([30])]
     result = by_one_call(engine, sequences)
     assert result.outcomes == (*[Outcome.SKIPPED_BY_COST] * len(RECORDED), Outcome.NOT_SEARCHED)

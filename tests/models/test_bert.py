@@ -3,7 +3,8 @@
 import pytest
 import torch
 from core_models import layers_output, random_sequences, write_json, write_model
-from core_reference import FLOAT32, Reference
+from core_reference import FLOAT32
+from family_reference import FamilyReference
 from safetensors.torch import load_file, save_file
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -30,7 +31,7 @@ def assert_is_reference(model, reference, sequences):
 def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
     folder = write_model(tmp_path, hidden_act=activation)
     model = load_model(read_checkpoint(folder), torch.float32)
-    assert_is_reference(model, Reference(folder), random_sequences([3, 12, 30]))
+    assert_is_reference(model, FamilyReference(folder), random_sequences([3, 12, 30]))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_sizes_are_read_from_the_checkpoint(tmp_path, changes):
     checkpoint = read_checkpoint(folder)
     model = load_model(checkpoint, torch.float32)
     assert model_shape(checkpoint) == (len(model.layers), model.layers[0].heads)
-    assert_is_reference(model, Reference(folder), random_sequences([2, 9, 33]))
+    assert_is_reference(model, FamilyReference(folder), random_sequences([2, 9, 33]))
 
 
 def without_weights(folder, part):
@@ -65,7 +66,7 @@ def without_weights(folder, part):
 def test_embedding_model_needs_no_pooler(tmp_path):
     folder = write_model(tmp_path)
     model = load_model(without_weights(folder, "pooler."), torch.float32)
-    assert_is_reference(model, Reference(folder), random_sequences([4, 9]))
+    assert_is_reference(model, FamilyReference(folder), random_sequences([4, 9]))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -22,7 +20,7 @@ from core_models import (
     random_sequences,
 )
 from core_reference import rounded
-from families import CASES, HEADS, SIZES, Case, write_family
+from families import CASES, HEADS, SIZES, Family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import pooled_by
@@ -30,7 +28,6 @@ from kv_models import pooled_by
 from attncache_core.build.recording import smallest_form
 from attncache_core.calibration.substitution import collect_maps
 from attncache_core.checkpoints.checkpoint import DroppedLayers
-from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import hits_first
 from attncache_core.engine.layers import run_layers
@@ -83,20 +80,10 @@ class Unpooled(Pooler):
 
 
 @dataclass
-class Family:
-    """The checkpoint of one case, and the models loaded from it."""
+class LoadedFamily(Family):
+    """A family with the models loaded from its checkpoint."""
 
-    case: Case
-    folder: Path
     loaded: dict = field(default_factory=dict)
-
-    @cached_property
-    def checkpoint(self):
-        return read_checkpoint(write_family(self.folder, self.case.made(), saved_as=self.case.saved_as))
-
-    @cached_property
-    def reference(self):
-        return self.case.reference(self.checkpoint.folder)
 
     def model(self, reused=None, orders=None, dtype=torch.float32, dropped=NOTHING):
         """Load the packed model without pooling: its outputs are the last hidden states of all tokens."""
@@ -123,7 +110,7 @@ FULL = (
 
 
 def family_of(request, tmp_path_factory):
-    return Family(CASES[request.param], tmp_path_factory.mktemp(request.param))
+    return LoadedFamily(CASES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 family = pytest.fixture(scope="module", params=FULL)(family_of)
