@@ -361,21 +361,20 @@ def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings
     )
 
 
-@pytest.fixture(scope="module")
-def reusing(tiny_llama, tmp_path_factory):
-    """A model for labels of one token, the model with a database of prompts, and the texts in them."""
-    plain, folder = load(tiny_llama, SINGLE), tmp_path_factory.mktemp("databases") / "a.db"
-    random = np.random.default_rng(4)
-    texts = sorted({random_text(random, words) for words in np.repeat([2, 3, 4], 12)})
+def with_database(plain, texts, folder):
+    """Return the model with a database of its prompts with these texts."""
     options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=3)
     build_database(plain, [CorpusSentence(text, text) for text in texts], folder, options)
     database = AttentionDatabase.open(folder)
-    return plain, PrefillEngine.load(plain.checkpoint, database=database, dtype="float32"), texts
+    return PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
 
 
-def test_self_hits_score_as_the_full_model_does(reusing):
+def test_self_hits_score_as_the_full_model_does(tiny_llama, tmp_path):
     """The database holds records of the prompts alone, from which labels of one token are read."""
-    plain, engine, texts = reusing
+    plain = load(tiny_llama, SINGLE)
+    random = np.random.default_rng(4)
+    texts = sorted({random_text(random, words) for words in np.repeat([2, 3, 4], 12)})
+    engine = with_database(plain, texts, tmp_path / "a.db")
     sequences = engine.tokenize(texts[:5])
     result = prefill(engine, sequences)
     assert result.outcomes == (Outcome.HIT,) * 5
@@ -388,8 +387,9 @@ def test_self_hits_score_as_the_full_model_does(reusing):
     assert np.isfinite(reused).all()
 
 
-def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order(reusing):
-    _, engine, texts = reusing
+def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order(tiny_llama, tmp_path):
+    texts = some_texts(24)
+    engine = with_database(load(tiny_llama, SINGLE), texts, tmp_path / "a.db")
     several = engine.decisions.labels_in(None, SEVERAL).prompt
     # Sequences with targets, which share prefixes, between sequences without targets, which may reuse maps.
     sequences = engine.tokenize(texts[:4], prompt=several)
