@@ -6,8 +6,9 @@ import gc
 
 import numpy as np
 import pytest
+from core_decoders import write_llama
 from core_models import random_text, write_model, write_sentence_transformer
-from core_reference import Reference
+from family_reference import FamilyReference
 from forked_peer import forked_peers  # noqa: F401 - a fixture
 from hypothesis import HealthCheck, settings
 from recorded import recorded  # noqa: F401 - a fixture
@@ -48,6 +49,12 @@ def tiny_classifier_checkpoint(tmp_path_factory):
     """A tiny BERT with a sequence-classification head of three classes."""
     folder = tmp_path_factory.mktemp("models") / "tiny-classifier"
     return read_checkpoint(write_model(folder, labels=["transfer", "card", "help"]))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """The folder of a tiny Llama without settings for prompts or pooling. Do not change it."""
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
@@ -98,13 +105,13 @@ def default_checkpoint():
 @pytest.fixture(scope="session")
 def tiny_reference(tiny_checkpoint):
     """The tiny model, run by Hugging Face."""
-    return Reference(tiny_checkpoint.folder)
+    return FamilyReference(tiny_checkpoint.folder)
 
 
 @pytest.fixture(scope="session")
 def default_reference(default_checkpoint):
     """The default model, run by Hugging Face."""
-    return Reference(default_checkpoint.folder)
+    return FamilyReference(default_checkpoint.folder)
 
 
 def pytest_collection_modifyitems(items):

@@ -10,6 +10,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,16 +48,14 @@ needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
 
+needs_int8 = pytest.mark.skipif(
+    products.library() is None and not int8_products_are_exact(), reason="no exact products of 8-bit integers"
+)
+
 # The supported quantisations of weights, and the compute dtypes.
 QUANTIZATIONS = [
     None,
-    pytest.param(
-        Quantization.INT8,
-        marks=pytest.mark.skipif(
-            products.library() is None and not int8_products_are_exact(),
-            reason="no exact products of 8-bit integers",
-        ),
-    ),
+    pytest.param(Quantization.INT8, marks=needs_int8),
     Quantization.INT8_WEIGHT_ONLY,
     Quantization.INT4,
 ]
@@ -64,6 +63,8 @@ DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bfloat16)]
 
 # Layers are run by the compiled stack, or one by one, with attention by the compiled kernel or by torch.
 COMPUTING = ["stack", "kernel", "operators"]
+# Who reads or computes maps in what does not run whole layers, so that there is no stack.
+READERS = ["kernel", "operators"]
 
 
 @contextmanager
@@ -77,6 +78,40 @@ def attention_by(computing: str) -> Iterator[None]:
         if computing == "operators":
             patches.enter_context(mock.patch.object(native, "kernel", return_value=None))
         yield
+
+
+@dataclass
+class CountedLayer:
+    """A layer that notes the sizes (rows, heads) of its computations."""
+
+    layer: Any
+    values: list[tuple[int, int]] = field(default_factory=list)  # of each projection of V
+    computed: list[tuple[int, int]] = field(default_factory=list)  # of each projection of computed Q and K
+    reused: list[tuple[int, int]] = field(default_factory=list)  # of each projection of reused Q and K
+    reused_inputs: list[torch.Tensor] = field(default_factory=list)
+    attended: list[tuple[int, int]] = field(default_factory=list)  # rows of the sequences, without others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def project(self, x, positions):
+        value, query, key = projection = self.layer.project(x, positions)
+        self.values.append(tuple(value.shape[:2]))
+        self.computed.append(tuple(query.shape[:2]))
+        assert query.shape == key.shape
+        return projection
+
+    def project_reused(self, x, positions):
+        query, key = self.layer.project_reused(x, positions)
+        self.reused.append(tuple(query.shape[:2]))
+        self.reused_inputs.append(x.clone())
+        return query, key
+
+    def attend(self, query, key, value, offsets, heads, context, tree=None):
+        rows = int(offsets[-1] - offsets[0])
+        assert len(query) == len(key) == len(value) == len(context) >= rows
+        self.attended.append((rows, query.shape[1]))
+        self.layer.attend(query, key, value, offsets, heads, context, tree)
 
 
 @contextmanager
@@ -191,6 +226,21 @@ def write_modules(
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Flip one bit of the byte at `offset` of a file. A negative offset counts from the end."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def contents_of(database: Path) -> dict[str, object]:
+    """Return the bytes of every file, and the manifest without the time and duration of the build."""
+    files = {str(path.relative_to(database)): path for path in database.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop("manifest.json").read_bytes())
+    del manifest["build"]["seconds"], manifest["build"]["created"]
+    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
 
 
 def random_sequence(random: np.random.Generator, length: int) -> list[int]:

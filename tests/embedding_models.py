@@ -41,9 +41,9 @@ GEMMA_PROMPTS = {
 _VERSIONS = {"sentence_transformers": "5.1.0", "transformers": "4.57.0.dev0", "pytorch": "2.8.0+cu128"}
 
 
-def write_qwen3_embedding(folder: Path) -> Path:
-    """Write a model like Qwen/Qwen3-Embedding-0.6B: instruction prompts, last token, causal."""
-    config = {
+def qwen3(vocabulary: int) -> dict[str, Any]:
+    """Return the configuration of a Qwen3 with a vocabulary of this size."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -69,9 +69,13 @@ def write_qwen3_embedding(folder: Path) -> Path:
         "transformers_version": "4.51.3",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": write_qwen_tokenizer(folder),
+        "vocab_size": vocabulary,
     }
-    write_weights(folder, config)
+
+
+def write_qwen3_embedding(folder: Path) -> Path:
+    """Write a model like Qwen/Qwen3-Embedding-0.6B: instruction prompts, last token, causal."""
+    write_weights(folder, qwen3(write_qwen_tokenizer(folder)))
     _write_modules(folder, "lasttoken", 64)
     write_json(
         folder / "config_sentence_transformers.json",
@@ -120,8 +124,7 @@ def write_embedding_gemma(folder: Path) -> Path:
         "vocab_size": write_gemma_tokenizer(folder),
     }
     write_weights(folder, config)
-    _write_modules(folder, "mean", 48, dense=[(48, 192), (192, 48)])
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 2048, "do_lower_case": False})
+    _write_modules(folder, "mean", 48, dense=[(48, 192), (192, 48)], longest=2048)
     write_json(
         folder / "config_sentence_transformers.json",
         {
@@ -171,8 +174,7 @@ def xlm_roberta(folder: Path, architecture: str, name: str, version: str) -> dic
 def write_bge_m3(folder: Path) -> Path:
     """Write a model like BAAI/bge-m3: XLM-RoBERTa, first token."""
     write_weights(folder, xlm_roberta(folder, "XLMRobertaModel", "", "4.33.0"))
-    _write_modules(folder, "cls", 64)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    _write_modules(folder, "cls", 64, longest=512)
     versions = {"sentence_transformers": "2.2.2", "transformers": "4.33.0", "pytorch": "2.1.2+cu121"}
     write_json(folder / "config_sentence_transformers.json", {"__version__": versions})
     return folder
@@ -181,16 +183,14 @@ def write_bge_m3(folder: Path) -> Path:
 def write_multilingual_e5_base(folder: Path) -> Path:
     """Write a model like intfloat/multilingual-e5-base: XLM-RoBERTa, mean."""
     write_weights(folder, xlm_roberta(folder, "XLMRobertaModel", "xlm-roberta-base", "4.29.0"))
-    _write_modules(folder, "mean", 64)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    _write_modules(folder, "mean", 64, longest=512)
     return folder
 
 
-def write_multilingual_e5_small(folder: Path) -> Path:
-    """Write a model like intfloat/multilingual-e5-small: BERT with XLM-RoBERTa's tokenizer, mean."""
-    config = {
-        "_name_or_path": "intfloat/multilingual-e5-small",
-        "architectures": ["BertModel"],
+def bert(architecture: str, vocabulary: int) -> dict[str, Any]:
+    """Return the configuration of a BERT with a vocabulary of this size."""
+    return {
+        "architectures": [architecture],
         "attention_probs_dropout_prob": 0.1,
         "classifier_dropout": None,
         "hidden_act": "gelu",
@@ -205,16 +205,22 @@ def write_multilingual_e5_small(folder: Path) -> Path:
         "num_hidden_layers": 3,
         "pad_token_id": 0,
         "position_embedding_type": "absolute",
-        "tokenizer_class": "XLMRobertaTokenizer",
         "torch_dtype": "float32",
-        "transformers_version": "4.29.0.dev0",
         "type_vocab_size": 2,
         "use_cache": True,
-        "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
+        "vocab_size": vocabulary,
     }
-    write_weights(folder, config)
-    _write_modules(folder, "mean", 48)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+
+
+def write_multilingual_e5_small(folder: Path) -> Path:
+    """Write a model like intfloat/multilingual-e5-small: BERT with XLM-RoBERTa's tokenizer, mean."""
+    published = {
+        "_name_or_path": "intfloat/multilingual-e5-small",
+        "tokenizer_class": "XLMRobertaTokenizer",
+        "transformers_version": "4.29.0.dev0",
+    }
+    write_weights(folder, bert("BertModel", write_xlm_roberta_tokenizer(folder, 512)) | published)
+    _write_modules(folder, "mean", 48, longest=512)
     return folder
 
 
@@ -272,8 +278,7 @@ def write_gte_modernbert(folder: Path) -> Path:
     """Write a model like Alibaba-NLP/gte-modernbert-base: ModernBERT, first token."""
     config = modernbert(folder, "ModernBertModel")
     write_weights(folder, config | {"unk_token_id": config["cls_token_id"] - 1})
-    _write_modules(folder, "cls", 64, normalize=False)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 8192, "do_lower_case": False})
+    _write_modules(folder, "cls", 64, normalize=False, longest=8192)
     write_json(
         folder / "config_sentence_transformers.json",
         {
@@ -336,7 +341,10 @@ def _write_modules(
     *,
     dense: list[tuple[int, int]] | None = None,
     normalize: bool = True,
+    longest: int | None = None,
 ) -> None:
+    if longest:
+        write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
     kinds = ["Pooling", *["Dense"] * len(dense or ()), *["Normalize"] * normalize]
     list_modules(folder, [f"{number}_{kind}" for number, kind in enumerate(kinds, start=1)])
     flags = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models.deepseek_moe import DeepseekConfig
 
 SIZES = {
@@ -66,6 +69,22 @@ class Case:
     def made(self) -> PreTrainedConfig:
         """Make the configuration."""
         return self.config(**SIZES | self.changes)
+
+
+@dataclass
+class Family:
+    """The checkpoint of one case, and its reference."""
+
+    case: Case
+    folder: Path
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return read_checkpoint(write_family(self.folder, self.case.made(), saved_as=self.case.saved_as))
+
+    @cached_property
+    def reference(self) -> Any:
+        return self.case.reference(self.checkpoint.folder)
 
 
 def write_family(

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from core_reference import Maps, reference_logits
 from torch import nn
@@ -32,6 +33,10 @@ class FamilyReference:
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the last hidden states [L, hidden]."""
         return self.model(torch.tensor([ids])).last_hidden_state[0]
+
+    def means(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return mean-pooled outputs [sequences, hidden]."""
+        return np.stack([self.hidden(ids).mean(dim=0).numpy() for ids in sequences])
 
     @torch.inference_mode()
     def maps(self, ids: Sequence[int]) -> dict[tuple[int, int], torch.Tensor]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from core_models import VOCABULARY, write_json, write_tokenizer
-from embedding_models import modernbert, write_weights, xlm_roberta
-from published_tokenizers import _QWEN_WORDS, CORPUS
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from embedding_models import bert, modernbert, qwen3, write_weights, xlm_roberta
+from published_tokenizers import CORPUS, QWEN_SETTINGS, qwen_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ONE_CLASS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -39,38 +39,16 @@ GUARD = {
 def write_ms_marco_minilm(folder: Path, **changes: Any) -> Path:
     """Write a model like cross-encoder/ms-marco-MiniLM-L6-v2: BERT, whose score is the logit."""
     write_bert_tokenizer(folder)
-    return _write(
-        folder,
-        {
-            "architectures": ["BertForSequenceClassification"],
-            "attention_probs_dropout_prob": 0.1,
-            "classifier_dropout": None,
-            "gradient_checkpointing": False,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": 0.1,
-            "hidden_size": 48,
-            **ONE_CLASS,
-            "initializer_range": 0.02,
-            "intermediate_size": 96,
-            "layer_norm_eps": 1e-12,
-            "max_position_embeddings": 512,
-            "model_type": "bert",
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-            "pad_token_id": 0,
-            "position_embedding_type": "absolute",
-            "sentence_transformers": {
-                "activation_fn": "torch.nn.modules.linear.Identity",
-                "version": "4.1.0.dev0",
-            },
-            "torch_dtype": "float32",
-            "transformers_version": "4.52.0.dev0",
-            "type_vocab_size": 2,
-            "use_cache": True,
-            "vocab_size": len(VOCABULARY),
-            **changes,
+    published = {
+        "gradient_checkpointing": False,
+        "sentence_transformers": {
+            "activation_fn": "torch.nn.modules.linear.Identity",
+            "version": "4.1.0.dev0",
         },
-    )
+        "transformers_version": "4.52.0.dev0",
+    }
+    described = bert("BertForSequenceClassification", len(VOCABULARY)) | ONE_CLASS
+    return _write(folder, described | published | changes)
 
 
 def write_bge_reranker_v2_m3(folder: Path, **changes: Any) -> Path:
@@ -124,38 +102,8 @@ def write_gte_reranker_modernbert(folder: Path, **changes: Any) -> Path:
 
 def write_qwen3_reranker(folder: Path, **changes: Any) -> Path:
     """Write a model like Qwen/Qwen3-Reranker-0.6B: a causal language model that answers yes or no."""
-    return _write(
-        folder,
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "head_dim": 16,
-            "hidden_act": "silu",
-            "hidden_size": 64,
-            "initializer_range": 0.02,
-            "intermediate_size": 96,
-            "max_position_embeddings": 40960,
-            "max_window_layers": 28,
-            "model_type": "qwen3",
-            "num_attention_heads": 8,
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.51.0",
-            "use_cache": True,
-            "use_sliding_window": False,
-            "vocab_size": write_chat_tokenizer(folder),
-            **changes,
-        },
-    )
+    published = {"max_position_embeddings": 40960, "transformers_version": "4.51.0"}
+    return _write(folder, qwen3(write_chat_tokenizer(folder)) | published | changes)
 
 
 def write_mxbai_rerank_v2(folder: Path) -> Path:
@@ -242,37 +190,11 @@ def write_chat_tokenizer(folder: Path) -> int:
 
     yes, no, 0 and 1 are tokens. Returns the size of the vocabulary.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator(["yes", "no"] * 50 + CORPUS, trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = qwen_tokenizer(["yes", "no"], 420)
     assert tokenizer.token_to_id("<|endoftext|>") == CHAT_PADDING
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return _write_tokenizer(
-        folder,
-        tokenizer,
-        tokenizer_class="Qwen2Tokenizer",
-        add_bos_token=False,
-        add_prefix_space=False,
-        bos_token=None,
-        eos_token="<|im_end|>",
-        errors="replace",
-        model_max_length=131072,
-        pad_token="<|endoftext|>",
-        split_special_tokens=False,
-        unk_token=None,
-    )
+    return _write_tokenizer(folder, tokenizer, **QWEN_SETTINGS)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: Any) -> int:

@@ -27,9 +27,11 @@ _QWEN_WORDS = (
 )
 
 
-def write_qwen_tokenizer(folder: Path) -> int:
-    """Write a tokenizer like Qwen3-Embedding's: byte-level BPE that ends each text with <|endoftext|>."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+def qwen_tokenizer(first_words: list[str], size: int) -> Tokenizer:
+    """Train a tokenizer like Qwen's: byte-level BPE, without special tokens.
+
+    first_words: become whole tokens. size: of the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,9 +41,30 @@ def write_qwen_tokenizer(folder: Path) -> int:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(first_words * 50 + CORPUS, _byte_level_trainer(size))
     # The special tokens of Qwen stand behind the vocabulary.
-    tokenizer.train_from_iterator(CORPUS, _byte_level_trainer())
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
+# The settings of Qwen's tokenizers, whatever stands around a text.
+QWEN_SETTINGS: dict[str, Any] = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "add_bos_token": False,
+    "add_prefix_space": False,
+    "bos_token": None,
+    "eos_token": "<|im_end|>",
+    "errors": "replace",
+    "model_max_length": 131072,
+    "pad_token": "<|endoftext|>",
+    "split_special_tokens": False,
+    "unk_token": None,
+}
+
+
+def write_qwen_tokenizer(folder: Path) -> int:
+    """Write a tokenizer like Qwen3-Embedding's: byte-level BPE that ends each text with <|endoftext|>."""
+    tokenizer = qwen_tokenizer([], 400)
     end = tokenizer.token_to_id("<|endoftext|>")
     tokenizer.post_processor = processors.Sequence(
         [
@@ -56,18 +79,9 @@ def write_qwen_tokenizer(folder: Path) -> int:
     return _write(
         folder,
         tokenizer,
-        tokenizer_class="Qwen2Tokenizer",
-        add_bos_token=False,
-        add_prefix_space=False,
+        **QWEN_SETTINGS,
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        bos_token=None,
         clean_up_tokenization_spaces=False,
-        eos_token="<|im_end|>",
-        errors="replace",
-        model_max_length=131072,
-        pad_token="<|endoftext|>",
-        split_special_tokens=False,
-        unk_token=None,
     )
 
 
@@ -149,7 +163,7 @@ def write_modernbert_tokenizer(folder: Path) -> int:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(CORPUS, _byte_level_trainer())
+    tokenizer.train_from_iterator(CORPUS, _byte_level_trainer(400))
     tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"])
     edges = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -170,9 +184,9 @@ def write_modernbert_tokenizer(folder: Path) -> int:
     )
 
 
-def _byte_level_trainer() -> trainers.BpeTrainer:
+def _byte_level_trainer(size: int) -> trainers.BpeTrainer:
     return trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
 import runpy
 import shlex
-import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
 
 import click
 import pytest
-import uvicorn
 from prometheus_client import generate_latest
+from raw_http import served
 
 import attncache_core
 from attncache_core import AttnCacheError, PrefillEngine
@@ -272,27 +267,10 @@ def test_every_row_of_the_papers_names_existing_routes_and_a_test_or_none():
 
 @pytest.fixture(scope="module")
 def server_url(default_checkpoint) -> Iterator[str]:
-    """The address of the real app on a free port, with the default model and no database."""
-    engine = PrefillEngine.load(default_checkpoint, dtype="float32")
-    app = create_app(Settings(), lambda: iter([engine]))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        wait_until_ready(url)
-        yield url
-        server.should_exit = True
-        thread.join(timeout=30)
-
-
-def wait_until_ready(url: str) -> None:
-    for _ in range(3000):
-        with contextlib.suppress(OSError), urlopen(f"{url}/ready") as response:
-            if response.status == 200:
-                return
-        time.sleep(0.01)
-    raise AssertionError("the server never got ready")
+    """The address of the real server on a free port, with the default model and no database."""
+    with served(PrefillEngine.load(default_checkpoint, dtype="float32")) as server:
+        host, port = server.addresses[0][:2]
+        yield f"http://{host}:{port}"
 
 
 def run_example(name: str, monkeypatch, *arguments: object) -> None:

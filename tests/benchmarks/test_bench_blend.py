@@ -5,7 +5,6 @@ import json
 import pytest
 from click.testing import CliRunner
 from command_line import assert_one_line, succeeded
-from core_decoders import write_llama
 
 from attncache_core import PrefillEngine, find_checkpoint
 from benchmarks.__main__ import main
@@ -20,14 +19,8 @@ KEYS = [
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """The folder of a tiny Llama, which pools the mean."""
-    return write_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def engine(llama):
-    checkpoint = find_checkpoint(str(llama)).adapted(pooling="lasttoken")
+def engine(tiny_llama):
+    checkpoint = find_checkpoint(str(tiny_llama)).adapted(pooling="lasttoken")
     return PrefillEngine.load(checkpoint, dtype="float32", threads=1)
 
 
@@ -68,11 +61,11 @@ def test_methods_compute_what_their_names_say(engine, tmp_path):
         method.key_values.store.close()
 
 
-def test_command_reports_every_method(llama, tmp_path):
+def test_command_reports_every_method(tiny_llama, tmp_path):
     file = tmp_path / "report.json"
     options = ("--chunks", 2, "--chunks", 3, "--chunk-tokens", 20, "--query-tokens", 4, "--ratios", "0,1")
     stored = ("--first-visit-ratio", 0.5, "--memory-bytes", 1 << 22, "--folder", tmp_path, "--json", file)
-    shown = succeeded(run("--model", llama, *options, *stored))
+    shown = succeeded(run("--model", tiny_llama, *options, *stored))
     report = json.loads(file.read_text("utf-8"))
     assert report["machine"]["threads"] == 1
     assert (report["rounds"], report["query_tokens"]) == (2, 4)
@@ -95,8 +88,8 @@ def test_command_reports_every_method(llama, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_too_long_prompts_and_other_models_are_refused(llama, tiny_checkpoint):
-    assert_one_line(run("--model", llama, "--chunks", 8), "2081 tokens", "fewer --chunks")
-    assert_one_line(run("--model", llama, "--ratios", "1.5"), "ratios must be numbers from 0 to 1")
+def test_too_long_prompts_and_other_models_are_refused(tiny_llama, tiny_checkpoint):
+    assert_one_line(run("--model", tiny_llama, "--chunks", 8), "2081 tokens", "fewer --chunks")
+    assert_one_line(run("--model", tiny_llama, "--ratios", "1.5"), "ratios must be numbers from 0 to 1")
     options = ("--chunks", 2, "--chunk-tokens", 5, "--query-tokens", 3)
     assert_one_line(run("--model", tiny_checkpoint.folder, *options), "bidirectional", "decoder")

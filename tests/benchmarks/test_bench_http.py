@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from click.testing import CliRunner, Result
-from fake_engine import FakeEngine
+from raw_http import served
 
 from attncache_core import AttnCacheError, InvalidInput
 from benchmarks.__main__ import main
@@ -36,8 +35,6 @@ from benchmarks.measuring.http import (
     measure,
     summarize,
 )
-from service.app import create_app
-from service.settings import Settings
 
 TEXTS = ["one", "two", "three", "four", "five"]
 REFUSED = "this text is answered with 503"
@@ -408,19 +405,9 @@ def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path,
 
 
 def test_this_server_is_measured(texts_file: Path, tmp_path: Path) -> None:
-    app = create_app(Settings(), lambda: iter([FakeEngine()]))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        report_file = tmp_path / "report.json"
-        while (result := run("--url", url, "--texts", str(texts_file), "--json", str(report_file))).exit_code:
-            assert "503" in one_line(result)  # the server is still loading
-    finally:
-        server.should_exit = True
-        thread.join()
+    report_file = tmp_path / "report.json"
+    with served() as server:
+        url = "http://{}:{}".format(*server.addresses[0][:2])
+        assert run("--url", url, "--texts", str(texts_file), "--json", str(report_file)).exit_code == 0
     (row,) = json.loads(report_file.read_text(encoding="utf-8"))["rows"]
     assert (row["clients"], row["batch"], row["texts"], row["errors"]) == (16, 1, 4000, {})

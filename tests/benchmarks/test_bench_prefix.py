@@ -29,16 +29,10 @@ METHODS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """The folder of a tiny Llama."""
-    return write_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
 @pytest.fixture
-def engine(llama):
+def engine(tiny_llama):
     """The tiny Llama in float32, for one test."""
-    return PrefillEngine.load(find_checkpoint(str(llama)), dtype="float32", threads=1)
+    return PrefillEngine.load(find_checkpoint(str(tiny_llama)), dtype="float32", threads=1)
 
 
 def run(*arguments: object):
@@ -47,11 +41,11 @@ def run(*arguments: object):
 
 
 @pytest.mark.usefixtures("forked_peers")
-def test_command_reports_every_method_and_a_peer_alone_and_in_batches(llama, tmp_path):
+def test_command_reports_every_method_and_a_peer_alone_and_in_batches(tiny_llama, tmp_path):
     file = tmp_path / "report.json"
     options = ("--prefix-tokens", 40, "--text-tokens", 9, "--batch", 4, "--memory-bytes", 1 << 20)
     options += ("--peer", "transformers")
-    shown = succeeded(run("--model", llama, *options, "--folder", tmp_path, "--json", file))
+    shown = succeeded(run("--model", tiny_llama, *options, "--folder", tmp_path, "--json", file))
     report = json.loads(file.read_text("utf-8"))
     assert report["machine"]["threads"] == 1
     assert report["machine"]["dtype"] == "float32"
@@ -90,24 +84,24 @@ def test_command_reports_every_method_and_a_peer_alone_and_in_batches(llama, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_prompts_of_a_file_are_measured(llama, tmp_path):
+def test_prompts_of_a_file_are_measured(tiny_llama, tmp_path):
     file = tmp_path / "prompts.txt"
     examples = "the parcel is late, the answer is delivery; " * 3
     file.write_text("".join(f"{examples}question {number}\n" for number in range(8)), encoding="utf-8")
-    shown = succeeded(run("--model", llama, "--prompts", file, "--batch", 2))
+    shown = succeeded(run("--model", tiny_llama, "--prompts", file, "--batch", 2))
     assert "in batches of 2" in shown
 
 
-def test_mmlu_prompts_are_measured(llama, tmp_path):
+def test_mmlu_prompts_are_measured(tiny_llama, tmp_path):
     rows = [f"history\tWho was {name}?\ta\tb\tc\td\tA" for name in "abcdefghi"]
     for name in ("dev", "test"):
         table = ["subject\tquestion\tA\tB\tC\tD\tanswer", *rows]
         (tmp_path / f"{name}.tsv").write_text("\n".join(table) + "\n", encoding="utf-8")
     tables = ("--mmlu-dev", tmp_path / "dev.tsv", "--mmlu-test", tmp_path / "test.tsv")
-    shown = succeeded(run("--model", llama, *tables, "--shots", 1, "--batch", 1))
+    shown = succeeded(run("--model", tiny_llama, *tables, "--shots", 1, "--batch", 1))
     assert "each alone" in shown
     assert "in batches" not in shown
-    assert_one_line(run("--model", llama, *tables[:2]), "--mmlu-dev")
+    assert_one_line(run("--model", tiny_llama, *tables[:2]), "--mmlu-dev")
 
 
 def test_model_without_reusable_keys_is_refused(tiny_checkpoint):
@@ -116,11 +110,11 @@ def test_model_without_reusable_keys_is_refused(tiny_checkpoint):
     assert_one_line(run("--model", tiny_checkpoint.folder, *options), "bidirectional", "decoder")
 
 
-def test_too_few_and_too_long_prompts_are_refused(llama, tmp_path):
+def test_too_few_and_too_long_prompts_are_refused(tiny_llama, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo\n", encoding="utf-8")
-    assert_one_line(run("--model", llama, "--prompts", file), "2 prompts", "the rounds need 8")
-    assert_one_line(run("--model", llama, "--prefix-tokens", 600), "660 tokens", "accepts 512")
+    assert_one_line(run("--model", tiny_llama, "--prompts", file), "2 prompts", "the rounds need 8")
+    assert_one_line(run("--model", tiny_llama, "--prefix-tokens", 600), "660 tokens", "accepts 512")
 
 
 def test_synthetic_prompts_share_their_prefixes_in_turn_and_are_reproducible():
@@ -215,11 +209,11 @@ def test_reading_speed_is_measured_without_leaving_a_file(tmp_path):
     assert (tmp_path / "kv" / "block").read_bytes() == b"content"
 
 
-def test_transformers_computes_what_stands_behind_a_kept_prefix(llama):
+def test_transformers_computes_what_stands_behind_a_kept_prefix(tiny_llama):
     texts = synthetic_prompts(5, 2, 32, 8, 400)
-    peer = PREFIX_PEERS["transformers cache fp32"](find_checkpoint(str(llama)), 1, [])
+    peer = PREFIX_PEERS["transformers cache fp32"](find_checkpoint(str(tiny_llama)), 1, [])
     with torch.inference_mode():
-        expected = AutoModel.from_pretrained(llama)(torch.tensor(texts)).last_hidden_state.mean(1)
+        expected = AutoModel.from_pretrained(tiny_llama)(torch.tensor(texts)).last_hidden_state.mean(1)
     peer.embed_tokens(shared_prefixes(texts))
     # Twice, because a prefix serves again after the texts behind it.
     for batch in ([0, 1, 2, 3, 4], [3], [4, 0]):
@@ -254,14 +248,14 @@ def test_llama_cpp_runs_the_same_model(rope, tmp_path):
 
 
 @pytest.mark.usefixtures("forked_peers")
-def test_peer_without_its_library_is_left_out_with_the_remedy(llama, tmp_path, monkeypatch):
+def test_peer_without_its_library_is_left_out_with_the_remedy(tiny_llama, tmp_path, monkeypatch):
     for name in ("llama_cpp", "gguf"):
         (tmp_path / f"{name}.py").write_text(
             f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
         )
     monkeypatch.syspath_prepend(tmp_path)
     options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "llama.cpp")
-    result = run("--model", llama, *options)
+    result = run("--model", tiny_llama, *options)
     assert "llama.cpp cache fp32 is left out" in result.stderr
     assert "pip install llama-cpp-python gguf" in result.stderr
     assert "llama.cpp" not in succeeded(result)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from command_line import assert_one_line, succeeded
-from core_decoders import write_llama
 
 from attncache_core import PrefillEngine, find_checkpoint
 from benchmarks.__main__ import main
@@ -32,16 +31,10 @@ STORES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """The folder of a tiny Llama."""
-    return write_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
 @pytest.fixture
-def engine(llama):
+def engine(tiny_llama):
     """The tiny Llama in float32, for one test."""
-    return PrefillEngine.load(find_checkpoint(str(llama)), dtype="float32", threads=1)
+    return PrefillEngine.load(find_checkpoint(str(tiny_llama)), dtype="float32", threads=1)
 
 
 def run(*arguments: object):
@@ -50,10 +43,10 @@ def run(*arguments: object):
     )
 
 
-def test_command_measures_every_policy_with_and_without_disk(llama, tmp_path):
+def test_command_measures_every_policy_with_and_without_disk(tiny_llama, tmp_path):
     file = tmp_path / "report.json"
     options = ("--sessions", 3, "--turn-tokens", 20, "--rate", 1, "--rate", 100, "--folder", tmp_path)
-    shown = succeeded(run("--model", llama, "--dtype", "float32", *options, "--json", file))
+    shown = succeeded(run("--model", tiny_llama, "--dtype", "float32", *options, "--json", file))
     report = json.loads(file.read_text("utf-8"))
     assert report["machine"]["dtype"] == "float32"
     assert report["conversations"]["context"] == 512  # the model's

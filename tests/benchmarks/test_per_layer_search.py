@@ -1,6 +1,6 @@
 """AttnCache-f: each layer takes the maps of the record that the search of this layer found."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -80,14 +80,7 @@ def changed(engine, searches=None, threshold=None, store=None):
         HEAD_ORDER,
         loaded.threshold if threshold is None else threshold,
     )
-    return PrefillEngine(
-        engine.checkpoint,
-        engine.model,
-        engine.tokenizer,
-        dtype=engine.dtype,
-        threads=engine.threads,
-        strategy=strategy,
-    )
+    return replace(engine, strategy=strategy)
 
 
 def run(engine, sequences):

@@ -99,14 +99,6 @@ def test_layers_with_other_scores_than_products_share_maps_without_the_kernel(tm
         np.testing.assert_allclose(prefill(engine, sequences).outputs, expected, atol=1e-4, rtol=0)
 
 
-@settings(max_examples=20)
-@given(many_lengths)
-def test_output_of_a_sequence_does_not_depend_on_its_batch(engines, lengths):
-    engine, sequences = engines["LazyFormer"], random_sequences(lengths, seed=sum(lengths))
-    for found, ids in zip(prefill(engine, sequences).outputs, sequences, strict=True):
-        np.testing.assert_allclose(found, prefill(engine, [ids]).outputs[0], atol=FLOAT32, rtol=0)
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layers_with_reused_maps_project_only_v(engines, name):
     products = []

@@ -1,6 +1,5 @@
 """A stopped build resumes and produces the same database as an uninterrupted build."""
 
-import json
 import secrets
 import signal
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core_models import contents_of
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
@@ -58,14 +58,6 @@ def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, 
     return progress.stages
 
 
-def contents(folder: Path) -> dict[str, object]:
-    """Return the bytes of every file, and the manifest without the time and duration of the build."""
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    manifest = json.loads(files.pop("manifest.json").read_bytes())
-    del manifest["build"]["seconds"], manifest["build"]["created"]
-    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
-
-
 def segment_times(folder: Path) -> dict[str, int]:
     """Return the modification time of each finished segment: its header is written last."""
     return {
@@ -87,13 +79,7 @@ def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", bytes)
         assert build(tiny_engine, tiny_corpus, folder) == STAGES
-    return contents(folder)
-
-
-@pytest.mark.usefixtures("same_key")
-def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrupted, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
-    assert contents(tmp_path / "a.db") == uninterrupted
+    return contents_of(folder)
 
 
 @pytest.mark.usefixtures("same_key")
@@ -124,7 +110,7 @@ def test_resumed_build_repeats_nothing_that_was_finished_and_ends_in_the_same_da
     assert len(before) == finished_segments
     assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == stages_left
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.db.lock", "a.db"]
-    assert contents(tmp_path / "a.db") == uninterrupted
+    assert contents_of(tmp_path / "a.db") == uninterrupted
     after = segment_times(tmp_path / "a.db")
     assert len(after) == 6
     assert {name: after[name] for name in before} == before

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 from collections import Counter
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_models import random_text
+from full_disk import largest_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,17 +177,7 @@ def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, mo
 
 def test_stopped_renewal_goes_on_with_what_was_built(root, load, texts, monkeypatch):
     tighten(root)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(renewal, "try_generation", stop)
-        with pytest.raises(Stopped):
-            renew_database(load, root, texts, min_gain=0)
+    stop_before_the_decision(monkeypatch, load, root, texts)
     assert AttentionDatabase.open(root).verify() == []
     built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
@@ -212,13 +202,8 @@ def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch)
 
 def test_disk_that_is_full_changes_nothing_and_the_renewal_goes_on_later(root, load, texts):
     tighten(root)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
-    try:
-        with pytest.raises(BuildFailed, match="cannot be written"):
-            renew_database(load, root, texts, min_gain=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with largest_file(6000), pytest.raises(BuildFailed, match="cannot be written"):
+        renew_database(load, root, texts, min_gain=0)
     assert numbers(root) == [0]
     assert AttentionDatabase.open(root).verify() == []
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED

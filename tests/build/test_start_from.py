@@ -1,7 +1,5 @@
 """Training that goes on from the projector of an existing database."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from core_models import random_text
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
-from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.projector import FeatureProjector
 
@@ -71,15 +69,6 @@ def test_report_has_the_distances_of_both_projectors(after):
     distances = after[0].manifest.quality["map_distance"]
     assert distances["best"] <= min(distances["chosen"], distances["chosen_before"])
     assert distances["chosen"] != distances["chosen_before"]
-
-
-def test_vectors_of_two_databases_cannot_meet(before, after, tmp_path):
-    for name in ("projector.safetensors", "index/00006.faiss", "prototypes.safetensors", "maps/00006.maps"):
-        mixed = tmp_path / name.replace("/", "-")
-        shutil.copytree(after[0].folder, mixed)
-        shutil.copy(before.folder / name, mixed / name)
-        with pytest.raises(CorruptDatabase):
-            AttentionDatabase.open(mixed)
 
 
 def test_extended_projector_has_the_same_features_and_takes_longer_sequences():

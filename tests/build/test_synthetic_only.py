@@ -1,13 +1,11 @@
 """A database of synthetic records reveals no text, and serves a text of its corpus like any other text."""
 
-import json
 import secrets
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import prefill, random_text
+from core_models import contents_of, prefill, random_text
 
 from attncache_core.build import builder
 from attncache_core.build.builder import build_database, partial_folder
@@ -98,17 +96,9 @@ def test_stopped_build_resumes(tiny_engine, tiny_corpus, tmp_path, monkeypatch, 
         build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop)
     assert (partial_folder(tmp_path / "a.db") / "recorded").is_dir()
     contents = [
-        _contents(build(tiny_engine, tiny_corpus, tmp_path / name).folder) for name in ("a.db", "b.db")
+        contents_of(build(tiny_engine, tiny_corpus, tmp_path / name).folder) for name in ("a.db", "b.db")
     ]
     assert contents[0] == contents[1]
-
-
-def _contents(folder: Path) -> dict[str, object]:
-    """Return the bytes of every file, and the manifest without the time and duration of the build."""
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    manifest = json.loads(files.pop("manifest.json").read_bytes())
-    del manifest["build"]["seconds"], manifest["build"]["created"]
-    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
 
 
 def test_lengths_with_too_few_texts_have_no_record(tiny_engine, tiny_corpus, tmp_path):

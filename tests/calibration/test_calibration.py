@@ -119,16 +119,6 @@ def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(
     assert cosines.mean() == pytest.approx(report["mean"], abs=2e-3)
 
 
-def test_recorded_sequences_still_hit_themselves(tiny_checkpoint, tiny_corpus, calibrated):
-    engine = PrefillEngine.load(
-        tiny_checkpoint, database=AttentionDatabase.open(calibrated[0]), dtype="float32"
-    )
-    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus])
-    result = prefill(engine, recorded)
-    assert set(result.outcomes) == {"hit"}
-    assert set(result.similarities.tolist()) == {1.0}
-
-
 def test_recorded_repeated_and_unservable_sequences_are_left_out(
     tiny_engine, tiny_corpus, built, texts, calibrated, tmp_path
 ):

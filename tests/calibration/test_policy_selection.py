@@ -95,12 +95,6 @@ def test_bound_of_a_mean_cosine_is_students_t(losses):
         assert bound == pytest.approx(first.mean() + half, abs=1e-6)
 
 
-def test_bound_of_a_mean_cosine_equals_scipys_one_sided_t_test():
-    losses = np.random.default_rng(0).gamma(1, 0.01, 200)
-    interval = stats.ttest_1samp(losses, 0, alternative="less").confidence_interval(0.95)
-    assert upper_bounds(losses, COSINE)[-1] == pytest.approx(interval.high, rel=1e-9)
-
-
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=80))
 def test_bound_of_a_share_is_clopper_pearson(losses):
     bounds = upper_bounds(np.array(losses), AGREEMENT)

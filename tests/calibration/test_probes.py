@@ -92,16 +92,6 @@ def test_the_probes_without_any_record_are_those_of_nine_tokens(probes):
     assert nothing == (probes.lengths == 9).tolist()
 
 
-def test_probe_has_the_same_records_alone_as_among_others(tiny_engine, recorded, probes):
-    for index in range(0, len(probes.sequences), 5):
-        alone = find_probes(tiny_engine.model, recorded.search, [probes.sequences[index]])
-        for kind in RecordKind:
-            assert alone.records[kind][0] == probes.records[kind][index]
-            assert alone.similarities[kind][0] == pytest.approx(
-                probes.similarities[kind][index], abs=TOLERANCE
-            )
-
-
 def test_probes_do_not_depend_on_the_policy(tiny_engine, recorded, probes):
     off = replace(recorded.search, policy=uniform_policy(Budget(Measure.COSINE, 0.9), np.inf))
     same = find_probes(tiny_engine.model, off, recorded.held_out)

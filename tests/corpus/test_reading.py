@@ -258,10 +258,6 @@ def test_byte_order_mark_on_standard_input_is_not_text(standard_input, file_form
     assert texts("-", file_format=file_format) == ["hello"]
 
 
-def test_csv_with_an_unclosed_quote_is_refused(file):
-    refusal(file("a.csv", 'id,text\n1,"' + "word\n" * 30_000))
-
-
 def test_labelled_texts_are_two_lists_of_equal_length(file):
     path = file("a.csv", 'text,label\none,x\n"two, three",y\n')
     assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])

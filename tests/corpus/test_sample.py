@@ -1,13 +1,12 @@
 """The sample of texts in files: what is synced is kept, whatever happens to the process or the log."""
 
-import resource
-import signal
 import stat
 import time
 from collections import Counter
 
 import numpy as np
 import pytest
+from full_disk import largest_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,11 @@ def opened(root, max_texts=1000):
 def offer(sampler, count, first=0, client=None, asked_at=0):
     for number in range(first, first + count):
         sampler.offer([101, number, 102], client, asked_at)
+
+
+def end(sampler):
+    sampler.sync()
+    sampler.close()
 
 
 def numbers(root):
@@ -47,13 +51,11 @@ def test_synced_texts_are_read_oldest_first(tmp_path):
 def test_next_process_goes_on(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 10)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     sampler = opened(tmp_path)
     assert len(sampler) == 10
     offer(sampler, 5, first=10)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     assert sorted(numbers(tmp_path)) == [*range(15)]
 
 
@@ -62,8 +64,7 @@ def test_two_processes_have_a_log_each_and_equal_texts_count_once(tmp_path):
     offer(one, 10)
     offer(another, 10, first=5, asked_at=HOUR)
     for sampler in (one, another):
-        sampler.sync()
-        sampler.close()
+        end(sampler)
     assert sorted(path.name for path in sample_folder(tmp_path).glob("*.log")) == ["0.log", "1.log"]
     assert sorted(numbers(tmp_path)) == [*range(15)]
     assert [text.asked_at for text in read_sample(tmp_path)] == [0] * 5 + [HOUR] * 10
@@ -72,8 +73,7 @@ def test_two_processes_have_a_log_each_and_equal_texts_count_once(tmp_path):
 def test_nobody_else_can_read_the_sample_and_it_names_no_client(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 10, client="marketing")
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     folder = sample_folder(tmp_path)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for name in ("key", "0.log"):
@@ -106,8 +106,7 @@ def test_texts_that_the_sample_has_displaced_are_not_read(tmp_path):
 def test_smaller_sample_drops_texts_at_the_next_start(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 100)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     opened(tmp_path, max_texts=20).close()
     assert len(numbers(tmp_path)) == 20
 
@@ -117,8 +116,7 @@ def test_key_with_more_than_its_share_is_cut_to_the_next(tmp_path):
     offer(sampler, 1000, client="noise")
     offer(sampler, 100, first=5000, client="a", asked_at=HOUR)
     offer(sampler, 60, first=6000, client="b", asked_at=HOUR)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     read = numbers(tmp_path)
     assert sum(number < 1000 for number in read) == 100
     assert sum(number >= 5000 for number in read) == 160
@@ -127,8 +125,7 @@ def test_key_with_more_than_its_share_is_cut_to_the_next(tmp_path):
 def test_only_key_keeps_its_texts(tmp_path):
     sampler = opened(tmp_path, max_texts=1000)
     offer(sampler, 100, client="a")
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     assert len(numbers(tmp_path)) == 100
 
 
@@ -138,8 +135,7 @@ def test_log_that_is_cut_or_changed_anywhere_is_a_prefix(tmp_path_factory, data)
     root = tmp_path_factory.mktemp("root")
     sampler = opened(root)
     offer(sampler, 20)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     content = log(root).read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))
     flipped = content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
@@ -151,8 +147,7 @@ def test_log_that_is_cut_or_changed_anywhere_is_a_prefix(tmp_path_factory, data)
     sampler = opened(root)
     assert sampler.cut_bytes == length - (24 + 36 * whole if at >= 24 else 0)
     offer(sampler, 1, first=50)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     assert sorted(numbers(root)) == [*range(whole), 50]
 
 
@@ -162,21 +157,13 @@ def test_full_disk_raises_and_what_was_synced_stays(tmp_path):
     sampler.sync()
     offer(sampler, 100, first=10)
     size = log(tmp_path).stat().st_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            sampler.sync()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+    with largest_file(size + 100), pytest.raises(OSError, match="File too large"):
+        sampler.sync()
     sampler.close()
     assert sorted(numbers(tmp_path)) == [*range(12)]
     sampler = opened(tmp_path)
     offer(sampler, 1, first=200)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     assert sorted(numbers(tmp_path)) == [*range(12), 200]
 
 
@@ -211,8 +198,7 @@ def test_client_with_most_texts_is_cut_unless_too_few_remain(tmp_path, least, ex
     offer(sampler, 280, client="a")
     offer(sampler, 10, client="b")
     offer(sampler, 10, client="c")
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     texts = read_sample(tmp_path, least)
     assert len(texts) == expected
     assert Counter(text.client for text in texts).most_common()[-1][1] == 10
@@ -221,8 +207,7 @@ def test_client_with_most_texts_is_cut_unless_too_few_remain(tmp_path, least, ex
 def test_texts_of_equal_times_are_in_random_order(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 200)
-    sampler.sync()
-    sampler.close()
+    end(sampler)
     assert np.mean(numbers(tmp_path)[-100:]) == pytest.approx(100, abs=30)
 
 
@@ -230,6 +215,5 @@ def test_texts_of_a_clock_that_was_ahead_keep_no_others_out(tmp_path):
     for years in (2, 0):
         sampler = opened(tmp_path, max_texts=100)
         offer(sampler, 100, first=years * 100, asked_at=time.time() + years * 365 * 24 * HOUR)
-        sampler.sync()
-        sampler.close()
+        end(sampler)
     assert sorted(numbers(tmp_path)) == [*range(100)]

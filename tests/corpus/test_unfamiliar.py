@@ -2,8 +2,6 @@
 
 import hashlib
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -174,11 +172,3 @@ def test_any_corpus_gives_distinct_texts_that_are_not_in_it(corpus, per_kind, se
     assert len(distinct) == len(texts)
     assert not distinct & {"", *corpus}
     assert all(len(of_kind) <= per_kind for of_kind in by_kind(texts).values())
-
-
-def test_package_is_built_with_every_file_of_the_corpus(tmp_path):
-    setuptools = "from setuptools import setup; setup()"
-    command = [sys.executable, "-c", setuptools, "-q", "egg_info", "--egg-base", tmp_path]
-    subprocess.run([*command, "build_py", "--build-lib", tmp_path], cwd=ROOT, check=True)
-    files = {path.name for path in (ROOT / "attncache_core/corpus").glob("*.txt")}
-    assert {path.name for path in tmp_path.glob("attncache_core/corpus/*.txt")} == files >= {"unfamiliar.txt"}

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import attention_by, prefill, random_sequences
+from core_models import READERS, CountedLayer, attention_by, prefill, random_sequences
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
@@ -28,46 +28,7 @@ MASKS = ["all", "layers:1", "5", "11"]
 LAYERS, HEADS, WIDTH, HIDDEN, INNER = 3, 4, 8, 32, 64
 
 
-@dataclass
-class Counted:
-    """A layer that stores the sizes of its computations."""
-
-    layer: object
-    values: list = field(default_factory=list)  # rows and heads of each projection of V
-    computed: list = field(default_factory=list)  # rows and heads of each projection of computed Q and K
-    reused: list = field(default_factory=list)  # rows and heads of each projection of reused Q and K
-    reused_inputs: list = field(default_factory=list)
-    attended: list = field(default_factory=list)  # tokens and heads
-
-    def __getattr__(self, name):
-        return getattr(self.layer, name)
-
-    def project(self, x, positions):
-        value, query, key = projection = self.layer.project(x, positions)
-        self.values.append(tuple(value.shape[:2]))
-        self.computed.append(tuple(query.shape[:2]))
-        assert query.shape == key.shape
-        return projection
-
-    def project_reused(self, x, positions):
-        query, key = self.layer.project_reused(x, positions)
-        self.reused.append(tuple(query.shape[:2]))
-        self.reused_inputs.append(x.clone())
-        return query, key
-
-    def attend(self, query, key, value, offsets, heads, context, tree=None):
-        tokens = int(offsets[-1] - offsets[0])
-        assert query.shape[:2] == key.shape[:2] == value.shape[:2] == context.shape[:2]
-        assert len(query) >= tokens
-        self.attended.append((tokens, query.shape[1]))
-        self.layer.attend(query, key, value, offsets, heads, context, tree)
-
-    @property
-    def attended_tokens_times_heads(self):
-        return sum(prod(shape) for shape in self.attended)
-
-
-@pytest.fixture(params=["kernel", "operators"])
+@pytest.fixture(params=READERS)
 def computing(request):
     """The ways to compute that call the layers; the compiled stack has counts of its own."""
     with attention_by(request.param):
@@ -79,7 +40,7 @@ def engine(request, tiny_checkpoint, tiny_database):
     """An engine with counting layers and θ = 1, so that recorded sequences hit and others miss."""
     database = AttentionDatabase.open(tiny_database, heads=request.param, threshold=1.0)
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    engine.model.layers = [Counted(layer) for layer in engine.model.layers]
+    engine.model.layers = [CountedLayer(layer) for layer in engine.model.layers]
     return engine
 
 
@@ -109,31 +70,8 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
         assert layer.values == [(tokens, HEADS)]
         assert layer.computed == [(tokens, HEADS - reused)]
         assert layer.reused == []
-        assert layer.attended_tokens_times_heads == tokens * (HEADS - reused)
+        assert sum(map(prod, layer.attended)) == tokens * (HEADS - reused)
         assert {heads for *_, heads in layer.attended} <= {HEADS - reused}
-
-
-@pytest.mark.usefixtures("computing")
-def test_misses_have_all_heads_computed(engine, misses):
-    _, hit = run(engine, misses)
-    assert not any(hit)
-    tokens = sum(map(len, misses))
-    for layer in engine.model.layers:
-        assert layer.values == [(tokens, HEADS)]
-        assert layer.attended_tokens_times_heads == tokens * HEADS
-
-
-@pytest.mark.usefixtures("computing")
-def test_in_a_mixed_batch_only_misses_are_projected_for_the_reused_heads(engine, hits, misses):
-    sequences = [misses[3], hits[0], misses[0], *hits[1:], misses[1], misses[2]]
-    _, hit = run(engine, sequences)
-    assert hit == [ids in hits for ids in sequences]
-    tokens, missed = sum(map(len, sequences)), sum(map(len, misses))
-    for layer, reused in zip(engine.model.layers, engine.map_reuse.database.mask.reused, strict=True):
-        assert layer.values == [(tokens, HEADS)]
-        assert layer.computed == [(tokens, HEADS - reused)]
-        assert layer.reused == ([(missed, reused)] if reused else [])
-        assert layer.attended_tokens_times_heads == tokens * (HEADS - reused) + missed * reused
 
 
 def test_inputs_projected_for_the_reused_heads_are_those_of_the_misses(tiny_engine, engine, hits, misses):

@@ -3,6 +3,7 @@
 The models are real models with damaged weights: the embedding of one word is NaN.
 """
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -100,13 +101,14 @@ def test_exactly_the_texts_with_a_damaged_word_are_not_finite(
     assert alone.finite.all()
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("family", sorted(CASES))
-def test_every_family_reports_a_damaged_word(tmp_path, family, number):
+def test_every_family_reports_a_damaged_word(tmp_path, family):
     case = CASES[family]
-    damage_weights(write_family(tmp_path, case.made(), saved_as=case.saved_as), TOKEN, number)
-    engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
-    assert finite(engine, SOUND + DAMAGED) == [True] * 3 + [False] * 3
+    write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    for number in (np.nan, np.inf, -np.inf):
+        damage_weights(tmp_path, TOKEN, number)
+        engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
+        assert finite(engine, SOUND + DAMAGED) == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
@@ -310,27 +312,16 @@ def test_maps_that_are_not_finite_are_not_recorded(engine, corpus, tmp_path):
 # Labels that are scored by their tokens.
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
 def scoring(folder, labels):
     adapted = {"template": Template("", "\nanswer:"), "label_logits": True, "labels": labels}
     checkpoint = read_checkpoint(folder).adapted(**adapted)
     return PrefillEngine.load(checkpoint, dtype="float32")
 
 
-def copied(folder, tmp_path):
-    for path in folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
-
-
-def test_damage_is_reported_per_sequence_of_a_text(llama, tmp_path):
+def test_damage_is_reported_per_sequence_of_a_text(tiny_llama, tmp_path):
     labels = ["bank account lost", "zebra"]
-    account = scoring(llama, labels).decisions.label_tokens.tokens[0][1]
-    engine = scoring(damage_weights(copied(llama, tmp_path), account), labels)
+    account = scoring(tiny_llama, labels).decisions.label_tokens.tokens[0][1]
+    engine = scoring(damage_weights(shutil.copytree(tiny_llama, tmp_path / "damaged"), account), labels)
     sequences = engine.tokenize(["money"], prompt=engine.decisions.label_tokens.prompt)
     result = prefill(
         engine, sequences, reuse=False, plans=engine.decisions.label_tokens.prompt.sequence_plans
@@ -339,11 +330,11 @@ def test_damage_is_reported_per_sequence_of_a_text(llama, tmp_path):
     assert result.finite.tolist() == [True, False]
 
 
-def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, tmp_path):
+def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(tiny_llama, tmp_path):
     """All labels are one tree, and the tokens of different labels are computed together."""
     labels = ["bank account lost", "zebra", "bank lost zebra", "bank lost money"]
-    account = scoring(llama, labels).decisions.label_tokens.tokens[0][1]
-    engine = scoring(damage_weights(copied(llama, tmp_path), account), labels)
+    account = scoring(tiny_llama, labels).decisions.label_tokens.tokens[0][1]
+    engine = scoring(damage_weights(shutil.copytree(tiny_llama, tmp_path / "damaged"), account), labels)
     prompt = engine.decisions.label_tokens.prompt
     sequences = engine.tokenize(["money", "my account"], prompt=prompt)
     requests = engine.requests(sequences, prompt, engine.decisions.label_tokens, reuse=False)
@@ -355,10 +346,11 @@ def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, t
     np.testing.assert_allclose(shared.outputs[finite], alone.outputs[finite], atol=1e-4)
 
 
-def test_damaged_language_head_is_reported_for_every_sequence(llama, tmp_path):
+def test_damaged_language_head_is_reported_for_every_sequence(tiny_llama, tmp_path):
     """The outputs are finite, but the log-probabilities are not, because of the sum over the vocabulary."""
-    damage_weights(copied(llama, tmp_path), 417, names=("lm_head.weight",))
-    engine = scoring(tmp_path, ["bank account lost", "card"])
+    folder = shutil.copytree(tiny_llama, tmp_path / "damaged")
+    damage_weights(folder, 417, names=("lm_head.weight",))
+    engine = scoring(folder, ["bank account lost", "card"])
     prompt = engine.decisions.label_tokens.prompt
     sequences = engine.tokenize(["money"], prompt=prompt)
     result = prefill(engine, sequences, reuse=False, plans=prompt.sequence_plans)

@@ -53,18 +53,7 @@ def engines(request, tiny_checkpoint, database):
         tiny_checkpoint, database=replace(database, refitted=None), dtype=request.param
     )
     model = refitted_alone(original.model, database.refitted, None)
-    return refitted, original, with_model(original, model)
-
-
-def with_model(engine, model):
-    return PrefillEngine(
-        engine.checkpoint,
-        model,
-        engine.tokenizer,
-        dtype=engine.dtype,
-        threads=1,
-        strategy=MapReuse(engine.map_reuse.database),
-    )
+    return refitted, original, replace(original, model=model)
 
 
 @pytest.fixture(scope="module")

@@ -64,20 +64,14 @@ def test_length_of_an_embedding_does_not_change_the_logits(of_three, row, factor
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
-def test_loaded_classifier_has_the_logits_of_the_saved_one(tmp_path, classes):
+def test_loaded_classifier_has_the_logits_and_the_description_of_the_saved_one(tmp_path, classes):
     classifier = fitted(classes)
     classifier.save(tmp_path / "deep" / "folder")
     loaded = LinearClassifier.load(tmp_path / "deep" / "folder")
     asked, _ = clouds(classes, seed=1)
     np.testing.assert_array_equal(loaded.logits(asked), classifier.logits(asked))
-
-
-def test_loaded_classifier_has_the_description_of_the_saved_one(tmp_path):
-    classifier = fitted()
-    classifier.save(tmp_path / "deep" / "folder")
-    loaded = LinearClassifier.load(tmp_path / "deep" / "folder")
     assert (loaded.labels, loaded.fingerprint, loaded.model) == (classifier.labels, "f" * 64, "m")
-    assert loaded.fitted == {"texts": 60, "classes": 3}
+    assert loaded.fitted == {"texts": 20 * classes, "classes": classes}
 
 
 def test_folder_holds_json_and_safetensors_and_nothing_else(tmp_path):
@@ -110,10 +104,6 @@ def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_chec
         PrefillEngine.load(tiny_checkpoint, classifier=fitted(), dtype="float32")
     assert tiny_checkpoint.embedding_fingerprint()[:12] in str(refused.value)
     assert refused.value.field == "classifier"
-
-
-def test_fingerprint_of_its_own_model_is_accepted():
-    fitted().require_fingerprint("f" * 64, "m")
 
 
 def test_folder_without_a_classifier_is_refused(tmp_path):

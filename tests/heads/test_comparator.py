@@ -9,6 +9,7 @@ from scipy.spatial.distance import cosine
 from scipy.special import softmax
 
 from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.vectors import cosines
 
 
 def comparator(measure, class_logits=None) -> OutputComparator:
@@ -60,3 +61,9 @@ def test_unchanged_outputs_have_a_fidelity_of_one(measure):
     outputs = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
     fidelity = comparator(measure, lambda outputs: outputs).fidelity(outputs, outputs)
     np.testing.assert_allclose(fidelity, 1, atol=1e-6)
+
+
+def test_cosines_are_scipys_row_by_row():
+    left, right = np.random.default_rng(0).normal(size=(2, 7, 5))
+    expected = [1 - cosine(*pair) for pair in zip(left, right, strict=True)]
+    np.testing.assert_allclose(cosines(left, right), expected, atol=1e-12)

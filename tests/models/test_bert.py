@@ -3,17 +3,14 @@
 import pytest
 import torch
 from core_models import layers_output, random_sequences, write_json, write_model
-from core_reference import FLOAT32, Reference
+from core_reference import FLOAT32
+from family_reference import FamilyReference
 from safetensors.torch import load_file, save_file
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model, model_shape
-from attncache_core.models.linear import ActivatedLinear
-from attncache_core.models.prepacked import PackedLinear
-from attncache_core.text.token_batch import by_sequence, pack
-
-ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
+from attncache_core.text.token_batch import pack
 
 
 def last_hidden(model, sequences):
@@ -30,25 +27,11 @@ def assert_is_reference(model, reference, sequences):
         torch.testing.assert_close(found, reference.hidden(ids), atol=FLOAT32, rtol=0)
 
 
-@pytest.mark.parametrize("reused", [(0, 0, 0), (4, 4, 4), (1, 2, 3), (4, 0, 2)])
-def test_model_is_the_same_with_its_heads_in_any_order_and_any_of_them_reusable(
-    tiny_checkpoint, tiny_reference, reused
-):
-    model = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=reused)
-    assert_is_reference(model, tiny_reference, random_sequences([5, 40, 5, 17]))
-
-
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
 def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
     folder = write_model(tmp_path, hidden_act=activation)
     model = load_model(read_checkpoint(folder), torch.float32)
-    assert_is_reference(model, Reference(folder), random_sequences([3, 12, 30]))
-
-
-@pytest.mark.parametrize(("activation", "kind"), [("silu", PackedLinear), ("swish", ActivatedLinear)])
-def test_only_an_activation_that_can_be_fused_is_packed(tmp_path, activation, kind):
-    model = load_model(read_checkpoint(write_model(tmp_path, hidden_act=activation)), torch.float32)
-    assert {type(layer.halves[0].network.up) for layer in model.layers} == {kind}
+    assert_is_reference(model, FamilyReference(folder), random_sequences([3, 12, 30]))
 
 
 @pytest.mark.parametrize(
@@ -67,39 +50,7 @@ def test_sizes_are_read_from_the_checkpoint(tmp_path, changes):
     checkpoint = read_checkpoint(folder)
     model = load_model(checkpoint, torch.float32)
     assert model_shape(checkpoint) == (len(model.layers), model.layers[0].heads)
-    assert_is_reference(model, Reference(folder), random_sequences([2, 9, 33]))
-
-
-def test_projections_have_all_values_and_queries_and_keys_of_computed_heads_alone(tiny_checkpoint):
-    layer = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=(3, 3, 3)).layers[0]
-    value, query, key = layer.project(torch.randn(6, 32), torch.arange(6))
-    assert value.shape == (6, 4, 8)
-    assert query.shape == key.shape == (6, 1, 8)
-    query, key = layer.project_reused(torch.randn(2, 32), torch.arange(2))
-    assert query.shape == key.shape == (2, 3, 8)
-
-
-@torch.inference_mode()
-def test_first_layers_maps_are_the_references_in_the_layers_order(tiny_checkpoint, tiny_reference):
-    (ids,) = random_sequences([11])
-    model = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=(2, 0, 0))
-    batch, layer = pack([ids]), model.layers[0]
-    x = layer.attention_input(model.embed(batch))
-    group = batch.groups()[0]
-    _, *computed = layer.project(x, batch.positions)
-    maps = torch.cat(
-        [
-            layer.attention_maps(*(by_sequence(part, group) for part in parts), heads)
-            for parts, heads in (
-                (layer.project_reused(x, batch.positions), slice(2)),
-                (computed, slice(2, 4)),
-            )
-        ],
-        dim=1,
-    )[0]
-    expected = tiny_reference.maps(ids)
-    for index, head in enumerate(ORDERS[0]):
-        torch.testing.assert_close(maps[index], expected[0, head], atol=FLOAT32, rtol=0)
+    assert_is_reference(model, FamilyReference(folder), random_sequences([2, 9, 33]))
 
 
 def without_weights(folder, part):
@@ -115,7 +66,7 @@ def without_weights(folder, part):
 def test_embedding_model_needs_no_pooler(tmp_path):
     folder = write_model(tmp_path)
     model = load_model(without_weights(folder, "pooler."), torch.float32)
-    assert_is_reference(model, Reference(folder), random_sequences([4, 9]))
+    assert_is_reference(model, FamilyReference(folder), random_sequences([4, 9]))
 
 
 @pytest.mark.parametrize(

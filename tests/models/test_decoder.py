@@ -1,4 +1,4 @@
-"""Decoders: class scores of the last token, and settings that are refused."""
+"""Decoders: settings that are refused, warnings and memory; and class scores, of encoders too."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from core_models import CLS, SEP, new_objects, prefill, random_sequences
 from core_reference import reference_logits
-from families import DECODERS, SIZES, write_family
+from families import CASES, DECODERS, ENCODERS, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,11 +21,11 @@ from attncache_core.text.tokenizer import TextTokenizer
 ONE_OF_EACH = {case.config: name for name, case in DECODERS.items()}.values()
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [*ENCODERS, *ONE_OF_EACH])
 def test_class_scores_in_a_batch_are_hugging_faces(tmp_path, name):
-    case = DECODERS[name]
+    case = CASES[name]
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), labels=["a", "b", "c"]))
-    sequences = random_sequences([4, 17, 1, 17, 30])
+    sequences = random_sequences([9, 1, 30, 9, 66])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.checkpoint.task == "classify"
     assert engine.decisions.labels == ("a", "b", "c")

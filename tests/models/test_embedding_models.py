@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_models import COMPUTING, attention_by, write_json
+from core_models import COMPUTING, attention_by, flip, write_json
 from core_reference import FLOAT32
 from embedding_models import EMBEDDING_MODELS, GEMMA_PROMPTS, QWEN_QUERY, list_modules, write_dense
 from published_tokenizers import CORPUS
@@ -240,10 +240,7 @@ def test_dense_modules_change_the_fingerprint_of_embeddings_and_not_of_maps(copi
         checkpoint = read_checkpoint(dense_modules(folder, *dense))
         assert checkpoint.fingerprint() == plain.fingerprint()
         prints.add((checkpoint.embedding_fingerprint(), checkpoint.use_fingerprint()))
-    weights = folder / "2_Dense/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(folder / "2_Dense/model.safetensors", -1)
     prints.add((checkpoint.embedding_fingerprint(), checkpoint.use_fingerprint()))
     assert len(prints) == len(changes) + 1
     assert replace(checkpoint, truncate_dim=20).embedding_fingerprint() not in {one for one, _ in prints}

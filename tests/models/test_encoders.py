@@ -10,8 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, prefill, random_sequences, random_text
-from core_reference import reference_logits
+from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, random_text
 from families import ENCODERS, SIZES, write_family
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
@@ -105,18 +104,6 @@ def test_embeddings_of_a_plain_folder_are_those_of_sentence_transformers(tmp_pat
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert max(map(len, engine.tokenize(texts))) == engine.tokenizer.max_tokens == 30
     np.testing.assert_allclose(engine.embed(texts, normalize=False), theirs, atol=FLOAT32)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_classes_are_those_of_hugging_face(tmp_path, name):
-    labels = ["transfer", "card", "help"]
-    checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
-    sequences = random_sequences([9, 1, 30, 9, 66])
-    engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert engine.checkpoint.task == "classify"
-    assert engine.decisions.labels == tuple(labels)
-    logits = prefill(engine, sequences, reuse=False).outputs
-    np.testing.assert_allclose(logits, reference_logits(tmp_path, sequences), atol=FLOAT32)
 
 
 @pytest.mark.parametrize(

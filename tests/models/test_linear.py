@@ -62,10 +62,15 @@ def test_round_numbers_of_rows_are_few():
     assert len(round_numbers(range(8193, 16385))) == 32
 
 
+@pytest.mark.parametrize("has_onednn", [True, False])
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 33])
-def test_products_of_onednn_have_the_rows_of_their_input(monkeypatch, name, rows):
+def test_products_that_are_not_compiled_are_the_same_with_and_without_onednn(
+    monkeypatch, has_onednn, name, rows
+):
     monkeypatch.setattr(products, "library", lambda: None)
+    if not has_onednn:
+        monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     layer, x = layer_and_input(rows)
     expected = PLAIN[name](layer(x)) if name else layer(x)
     linear = PackedLinear(layer.weight, layer.bias, name)
@@ -74,18 +79,6 @@ def test_products_of_onednn_have_the_rows_of_their_input(monkeypatch, name, rows
     if name is None:
         residual = torch.randn(rows, 16)
         torch.testing.assert_close(linear(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
-
-
-def test_packed_layer_without_bias():
-    layer, x = layer_and_input(bias=False)
-    torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=TOLERANCE, rtol=0)
-
-
-def test_a_slice_of_rows_is_projected_like_a_copy():
-    layer, x = layer_and_input(rows=9)
-    torch.testing.assert_close(
-        PackedLinear(layer.weight, layer.bias)(x[4:]), layer(x[4:].clone()), atol=TOLERANCE, rtol=0
-    )
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
@@ -144,24 +137,3 @@ def test_sixteen_bit_layer_is_close_to_the_32_bit_one(name):
     found = PackedLinear(layer.weight.bfloat16(), layer.bias.bfloat16(), name)(x.bfloat16())
     # Inputs, weights and result have 8 bits: errors of 2^-8 of numbers up to 3, in sums of 24 terms.
     torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize("name", [None, "gelu", "relu", "gelu_pytorch_tanh"])
-def test_without_onednn_the_arithmetic_is_the_same(name, monkeypatch):
-    layer, x = layer_and_input()
-    residual = torch.randn(7, 16)
-    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
-    monkeypatch.setattr(products, "library", lambda: None)
-    plain = PackedLinear(layer.weight, layer.bias, name)
-    expected = PLAIN[name](layer(x)) if name else layer(x)
-    torch.testing.assert_close(plain(x), expected, atol=TOLERANCE, rtol=0)
-    if name is None:
-        torch.testing.assert_close(plain(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
-
-
-def test_later_changes_of_the_weights_do_not_change_a_packed_layer():
-    layer, x = layer_and_input()
-    linear = PackedLinear(layer.weight.clone(), layer.bias)
-    expected = layer(x)
-    layer.weight.zero_()
-    torch.testing.assert_close(linear(x), expected, atol=TOLERANCE, rtol=0)

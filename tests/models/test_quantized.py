@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import layers_output, needs_bfloat16
+from core_models import layers_output, needs_bfloat16, needs_int8
 from families import CASES, DECODERS, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,9 +34,6 @@ from attncache_core.text.token_batch import pack
 
 needs_integers = pytest.mark.skipif(
     not int8_products_are_exact(), reason="oneDNN does not multiply 8-bit integers exactly on this processor"
-)
-needs_int8 = pytest.mark.skipif(
-    products.library() is None and not int8_products_are_exact(), reason="no products of 8-bit integers"
 )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, needs_bfloat16
+from core_models import READERS, attention_by, needs_bfloat16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def by_formula(x, positions, pairs):
     return torch.cat([turned.real, turned.imag, rest], dim=-1)
 
 
-@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("computing", READERS)
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
@@ -50,7 +50,7 @@ def test_the_rotary_dimensions_of_each_head_rotate_by_the_formula(computing, len
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("computing", READERS)
 def test_sixteen_bit_numbers_rotate_in_float32_and_are_rounded_once(computing):
     positions = torch.arange(600)
     x = torch.randn(600, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -61,7 +61,7 @@ def test_sixteen_bit_numbers_rotate_in_float32_and_are_rounded_once(computing):
     torch.testing.assert_close(found, by_formula(x, positions, 5).bfloat16(), atol=1e-6, rtol=2**-7)
 
 
-@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("computing", READERS)
 def test_a_sequence_longer_than_all_before_is_rotated_correctly(computing):
     rotary, x = Rotary(angles(4)), torch.randn(1, 2, 8)
     for position in (3, 511, 512, 5000, 7):

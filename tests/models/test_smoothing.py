@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import layers_output, random_sequences, write_model
+from core_models import layers_output, needs_int8, random_sequences, write_model
 from families import CASES, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,14 +25,10 @@ from attncache_core.models import load, load_model, quantized
 from attncache_core.models.compiled import attention_half, forward_half
 from attncache_core.models.linear import quantizing
 from attncache_core.models.projections import LinearWeights, joined_linear
-from attncache_core.models.quantized import Int8Linear, int8_products_are_exact
+from attncache_core.models.quantized import Int8Linear
 from attncache_core.models.smoothing import calibration_sequences, smooth, smoothing_of
 from attncache_core.native import products
 from attncache_core.text.token_batch import pack
-
-needs_int8 = pytest.mark.skipif(
-    products.library() is None and not int8_products_are_exact(), reason="no products of 8-bit integers"
-)
 
 
 def plain_product(x, weight, scales, zeros):

@@ -51,12 +51,19 @@ class Guarded:
         return flat.view(values.shape)
 
 
-def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0):
-    """Multiply maps of each length at the edge; read them `shift` rows after their true address."""
+def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0, packed=False):
+    """Multiply maps of each length at the edge; read them `shift` rows after their true address.
+
+    packed: the maps are lower triangles.
+    """
     for length in lengths:
         guarded = Guarded(at_the_end)
         maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype)
-        held = guarded.tensor(maps)
+        if packed:
+            maps = maps.tril()
+        held = guarded.tensor(
+            maps[:, torch.ones(length, length, dtype=torch.bool).tril()] if packed else maps
+        )
         value = guarded.tensor(torch.randn(length, heads, width).to(dtype))
         context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
         address = held.data_ptr() + shift * length * maps.element_size()
@@ -67,27 +74,7 @@ def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0
             value,
             np.array([0, length]),
             context,
-        )
-        expected = torch.einsum("hpq,qhd->phd", maps.double(), value.double())
-        torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
-
-
-def packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end):
-    """Multiply lower triangles of maps at the edge."""
-    for length in lengths:
-        guarded = Guarded(at_the_end)
-        maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype).tril()
-        held = guarded.tensor(maps[:, torch.ones(length, length, dtype=torch.bool).tril()])
-        value = guarded.tensor(torch.randn(length, heads, width).to(dtype))
-        context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
-        kernel.apply_maps(
-            np.array([held.data_ptr()], dtype=np.uint64),
-            map_dtype,
-            np.arange(2),
-            value,
-            np.array([0, length]),
-            context,
-            packed=True,
+            packed=packed,
         )
         expected = torch.einsum("hpq,qhd->phd", maps.double(), value.double())
         torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
@@ -189,9 +176,8 @@ def main(level, library, *parts):
 def run(kernel, part):
     match part:
         case "records" | "packed":
-            multiply = records if part == "records" else packed
             for size, map_dtype, at_the_end in product(SIZES, SIXTEEN_BITS, (True, False)):
-                multiply(kernel, *size, map_dtype, LENGTHS, at_the_end)
+                records(kernel, *size, map_dtype, LENGTHS, at_the_end, packed=part == "packed")
         case "computed":
             for size, at_the_end in product(SIZES, (True, False)):
                 for before, after in ((None, None), (None, 0), (9, 20)):

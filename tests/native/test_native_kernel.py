@@ -194,15 +194,20 @@ def test_library_that_cannot_be_loaded_is_named_with_the_remedy(without_kernel, 
     assert native.compiled_off().startswith(f"{path.name} cannot be loaded; `pip install --verbose")
 
 
-def test_processor_without_a_level_is_named(without_kernel):
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({}, "compiled code needs a processor with AVX2"),
+        ({"ATEN_CPU_CAPABILITY": "default"}, "ATEN_CPU_CAPABILITY=default switches the compiled code off"),
+    ],
+)
+def test_processor_without_a_level_and_the_variable_that_hides_its_levels_are_named(
+    without_kernel, variables, reason
+):
     without_kernel.setattr(attention_kernel, "levels", lambda: ["neon"])
-    assert "needs a processor with AVX2" in native.compiled_off()
-
-
-def test_variable_that_switches_compiled_code_off_is_named(without_kernel):
-    without_kernel.setattr(attention_kernel, "levels", lambda: ["neon"])
-    without_kernel.setenv("ATEN_CPU_CAPABILITY", "default")
-    assert native.compiled_off().startswith("ATEN_CPU_CAPABILITY=default switches the compiled code off")
+    for name, value in variables.items():
+        without_kernel.setenv(name, value)
+    assert native.compiled_off().startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -258,16 +258,6 @@ def test_scattered_rows_see_what_they_are_given_up_to_their_own_position(stack, 
                 assert not torch.equal(row, before)
 
 
-def test_scattered_rows_do_not_depend_on_the_number_of_threads(stack):
-    for lengths in ([30], [200, 90], [40] * 20):
-        sequences = [made_ids(length, seed) for seed, length in enumerate(lengths)]
-        chosen, results = chosen_of(sequences, 0.4), []
-        for threads in (1, 2, 4):
-            blocks, _ = filled(stack, sequences, 16)
-            results.append(torch.cat(run_scattered(stack, sequences, blocks, chosen, threads)[0]))
-        assert all(torch.equal(results[0], other) for other in results[1:])
-
-
 def test_rotations_reach_all_given_tokens_also_those_behind_the_last_scattered_row(kernel, monkeypatch):
     stack, asked = made_stack(kernel.library, FORMS["decoder"], reused=(0,) * LAYERS), []
     sequences, chosen = [made_ids(40, 1), made_ids(60, 2)], [np.array([3]), np.array([2, 7])]

@@ -92,16 +92,6 @@ def test_sequence_of_a_batch_is_the_sequence_alone_to_the_last_bit(stack, length
     assert_alone(stack, found, sequences, records)
 
 
-@settings(max_examples=5)
-@given(lengths=lengths_of_sequences, threads=thread_counts, data=st.data())
-def test_order_of_the_sequences_does_not_matter(stack, lengths, threads, data):
-    sequences = sequences_of(lengths)
-    order = data.draw(st.permutations(range(len(lengths))))
-    found, _ = run(stack, sequences, threads)
-    moved, _ = run(stack, [sequences[number] for number in order], threads)
-    assert all(torch.equal(rows, found[number]) for rows, number in zip(moved, order, strict=True))
-
-
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths):
     sequences = sequences_of(lengths)

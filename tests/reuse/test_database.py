@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import write_sentence_transformer
+from core_models import flip, write_sentence_transformer
 
 import attncache_core
 import service
@@ -58,12 +58,6 @@ def policy_of(
 def thresholds(database: AttentionDatabase) -> set[float]:
     """Return all values of θ in the policy of an open database."""
     return {kind.threshold for group in database.search.policy.groups for kind in group.kinds.values()}
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0x10
-    path.write_bytes(content)
 
 
 def test_info_of_an_opened_database_has_the_values_of_the_manifest(folder):
@@ -129,30 +123,16 @@ def test_database_of_another_model_is_refused_with_both_names(folder, tiny_check
     assert refused.value.field == "database"
 
 
-def test_database_of_its_own_model_is_accepted(folder, tiny_checkpoint):
-    AttentionDatabase.open(folder).require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
-
-
-@pytest.mark.parametrize("version", [0, 1, 2, 5, "3", None])
-def test_other_format_version_is_refused_with_both_numbers(folder, version):
-    change_manifest(folder, format_version=version)
-    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 3 and 4"):
-        AttentionDatabase.open(folder)
-
-
-@pytest.mark.parametrize("version", [0, MAPS_VERSION + 1, "1", None])
-def test_maps_of_another_version_of_the_kernel_are_refused_with_both_numbers(folder, version):
-    change_manifest(folder, maps_version=version)
-    with pytest.raises(
-        DatabaseRefused, match=f"maps version {version}, and this program reads {MAPS_VERSION}"
-    ):
-        AttentionDatabase.open(folder)
-
-
-@pytest.mark.parametrize("version", ["format_version", "maps_version"])
-def test_refusal_of_a_version_names_the_command_that_builds_the_database_again(folder, version):
-    change_manifest(folder, **{version: 0})
-    with pytest.raises(DatabaseRefused) as refused:
+@pytest.mark.parametrize(
+    ("entry", "reads"), [("format_version", "3 and 4"), ("maps_version", str(MAPS_VERSION))]
+)
+@pytest.mark.parametrize("version", [0, 2, 5, "3", None])
+def test_other_version_is_refused_with_both_numbers_and_the_command_that_builds_the_database_again(
+    folder, entry, reads, version
+):
+    change_manifest(folder, **{entry: version})
+    told = f"{entry.replace('_', ' ')} {version}, and this program reads {reads}"
+    with pytest.raises(DatabaseRefused, match=told) as refused:
         AttentionDatabase.open(folder)
     command = f"attncache build --corpus FILE --database {folder}"
     assert f"remove it and build it anew: {command}, with the options" in str(refused.value)
@@ -280,13 +260,6 @@ def test_missing_file_is_refused_by_name(folder, name):
         AttentionDatabase.open(folder)
 
 
-def test_truncated_segment_is_refused_by_name(folder):
-    path = folder / "maps" / "00007.maps"
-    path.write_bytes(path.read_bytes()[:-4096])
-    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
-        AttentionDatabase.open(folder)
-
-
 def test_verify_names_the_length_and_the_first_damaged_record(folder):
     path = folder / "maps" / "00007.maps"
     first = 2 * 4096  # records follow a page of header and a page of table; a record of 7 tokens is one page
@@ -304,14 +277,6 @@ def test_policy_on_which_wrong_entries_are_based_is_accepted(folder):
 def test_quality_on_which_wrong_entries_are_based_is_accepted(folder, quality):
     change_manifest(folder, quality=quality)
     assert AttentionDatabase.open(folder).info().quality == quality
-
-
-def test_rank_that_is_not_a_permutation_is_corrupt(folder):
-    rank = [list(row) for row in Manifest.read(folder).rank]
-    rank[1][0] = rank[1][1]
-    change_manifest(folder, rank=rank)
-    with pytest.raises(CorruptDatabase, match="build it again"):
-        AttentionDatabase.open(folder)
 
 
 def sources():

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_models import attention_by, prefill
+from core_models import READERS, attention_by, prefill
 from core_reference import SIXTEEN_BITS
 from forked import fresh
 from serving_from_failing_storage import serve_by_all
@@ -27,7 +27,6 @@ from serving_from_failing_storage import serve_by_all
 from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
-from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
 from attncache_core.reuse.storage import mapping
@@ -38,8 +37,6 @@ mapped_records = pytest.mark.skipif(
 )
 RECORDS_START = 2 * 4096  # a page of header, a page of table
 LENGTHS = range(5, 11)
-# Who reads the maps.
-READERS = ["kernel", "operators"]
 
 
 @pytest.fixture
@@ -124,10 +121,6 @@ def outcomes_by_length(result, sequences) -> dict[int, set[Outcome]]:
     return found
 
 
-def run(engine: PrefillEngine, sequences):
-    return prefill(engine, sequences)
-
-
 def others_hit(result, sequences, damaged_length: int) -> bool:
     outcomes = outcomes_by_length(result, sequences)
     return all(outcomes[length] == {Outcome.HIT} for length in LENGTHS if length != damaged_length)
@@ -135,30 +128,17 @@ def others_hit(result, sequences, damaged_length: int) -> bool:
 
 @pytest.mark.parametrize("computing", READERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_the_middle_of_a_batch_changes_no_answer(
-    tiny_checkpoint, folder, recorded, expected, computing, fault
-):
+@pytest.mark.parametrize("in_a_batch", [True, False], ids=["in a batch", "between two batches"])
+def test_fault_changes_no_answer(tiny_checkpoint, folder, recorded, expected, computing, fault, in_a_batch):
     engine = engine_on(tiny_checkpoint, folder)
+    act = partial(fault, path_of(folder, 7))
     with attention_by(computing):
-        assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
-    with in_the_middle(engine, lambda: fault(path_of(folder, 7)), by=computing):
+        assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}
+    if not in_a_batch:
+        act()
+    with in_the_middle(engine, act, by=computing) if in_a_batch else attention_by(computing):
         for _ in range(3):
-            result = run(engine, recorded)
-            np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
-            assert others_hit(result, recorded, damaged_length=7)
-
-
-@pytest.mark.parametrize("computing", READERS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_between_two_batches_changes_no_answer(
-    tiny_checkpoint, folder, recorded, expected, computing, fault
-):
-    engine = engine_on(tiny_checkpoint, folder)
-    with attention_by(computing):
-        run(engine, recorded)
-        fault(path_of(folder, 7))
-        for _ in range(3):
-            result = run(engine, recorded)
+            result = prefill(engine, recorded)
             np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
             assert others_hit(result, recorded, damaged_length=7)
 
@@ -178,12 +158,12 @@ def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     with attention_by(computing):
-        run(engine, recorded)
+        prefill(engine, recorded)
     with (
         in_the_middle(engine, lambda: cut(path), by=computing),
         in_the_middle(engine, restore, after_layer=1, by=computing),
     ):
-        result = run(engine, recorded)
+        result = prefill(engine, recorded)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
     assert result.report.lost_lengths == (7,)
 
@@ -192,12 +172,12 @@ def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
 @pytest.mark.parametrize("in_a_batch", [True, False])
 def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, folder, recorded, in_a_batch):
     engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
+    prefill(engine, recorded)
     cutting = partial(cut, path_of(folder, 7))
     if not in_a_batch:
         cutting()
     with in_the_middle(engine, cutting) if in_a_batch else nullcontext():
-        results = [run(engine, recorded) for _ in range(3)]
+        results = [prefill(engine, recorded) for _ in range(3)]
     assert [result.report.lost_lengths for result in results] == [(7,), (), ()]
     assert [result.report.corrupt_records for result in results] == [0, 0, 0]
     for result in results:
@@ -209,11 +189,11 @@ def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, 
 def test_all_segments_can_be_lost_in_one_batch(tiny_checkpoint, folder, recorded, expected):
     engine = engine_on(tiny_checkpoint, folder)
     with in_the_middle(engine, lambda: [cut(path_of(folder, length)) for length in LENGTHS]):
-        result = run(engine, recorded)
+        result = prefill(engine, recorded)
     assert set(result.report.lost_lengths) == set(LENGTHS)
     assert len(result.report.lost_lengths) == len(LENGTHS)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
-    assert run(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * len(recorded)
+    assert prefill(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * len(recorded)
 
 
 @pytest.mark.parametrize("fault", [replace, delete])
@@ -221,21 +201,9 @@ def test_records_of_a_replaced_or_deleted_file_are_still_used(tiny_checkpoint, f
     engine = engine_on(tiny_checkpoint, folder)
     fault(path_of(folder, 7))
     for _ in range(2):
-        result = run(engine, recorded)
+        result = prefill(engine, recorded)
         assert set(result.outcomes) == {Outcome.HIT}
         assert (result.report.lost_lengths, result.report.corrupt_records) == ((), 0)
-
-
-def test_engine_still_uses_the_old_files_after_its_database_is_built_again(
-    tiny_checkpoint, tiny_database, folder, recorded, expected
-):
-    engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
-    shutil.rmtree(folder)
-    shutil.copytree(tiny_database, folder)
-    result = run(engine, recorded)
-    assert set(result.outcomes) == {Outcome.HIT}
-    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 
 
 SETTLED = 0.4  # seconds after which a changed file is used again
@@ -250,23 +218,23 @@ def settles_soon(monkeypatch):
 @pytest.mark.usefixtures("settles_soon")
 def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpoint, folder, recorded):
     engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
+    prefill(engine, recorded)
     path = path_of(folder, 7)
     content = path.read_bytes()
     overwrite(path)
-    result = run(engine, recorded)
+    result = prefill(engine, recorded)
     # The write may still be in progress, so the segment is not used at first.
     assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
     assert (result.report.corrupt_records, result.report.lost_lengths) == (0, ())
     time.sleep(SETTLED)
-    result = run(engine, recorded)
+    result = prefill(engine, recorded)
     assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
     assert (result.report.corrupt_records, result.report.lost_lengths) == (6, ())
     with path.open("r+b") as file:
         file.write(content)
-    assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.NOT_SEARCHED}
+    assert outcomes_by_length(prefill(engine, recorded), recorded)[7] == {Outcome.NOT_SEARCHED}
     time.sleep(SETTLED)
-    assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
+    assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}
 
 
 @mapped_records
@@ -276,15 +244,15 @@ def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_
     engine = engine_on(tiny_checkpoint, folder)
     path = path_of(folder, 7)
     os.utime(path)
-    run(engine, recorded)
+    prefill(engine, recorded)
     time_of_both = path.stat().st_mtime_ns
     with (
         in_the_middle(engine, lambda: overwrite(path)),
         in_the_middle(engine, lambda: os.utime(path, ns=(time_of_both, time_of_both)), after_layer=1),
     ):
-        run(engine, recorded)
+        prefill(engine, recorded)
     time.sleep(SETTLED)
-    assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.MISS}
+    assert outcomes_by_length(prefill(engine, recorded), recorded)[7] == {Outcome.MISS}
 
 
 def touch(path: Path) -> None:
@@ -306,25 +274,13 @@ def test_records_are_still_used_after_a_change_outside_the_records(
     tiny_checkpoint, folder, recorded, expected, change, seconds
 ):
     engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
+    prefill(engine, recorded)
     with in_the_middle(engine, lambda: change(path_of(folder, 7))):
-        np.testing.assert_allclose(run(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
+        np.testing.assert_allclose(prefill(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
     time.sleep(seconds)
-    result = run(engine, recorded)
+    result = prefill(engine, recorded)
     assert set(result.outcomes) == {Outcome.HIT}
     assert result.report.corrupt_records == 0
-
-
-@mapped_records
-@pytest.mark.parametrize("computing", READERS)
-def test_use_of_maps_of_a_truncated_file_is_noticed(folder, computing):
-    segment = AttentionDatabase.open(folder).search.store.segments[7]
-    assert segment.is_as_checked(segment.changes)
-    with attention_by(computing):
-        records = HitRecords([RecordGroup(segment, np.array([3, 5]))])
-        cut(segment.path)
-        records.apply(0, torch.ones(14, 4, 8), torch.empty(14, 4, 8))
-    assert not segment.is_as_checked(segment.changes)
 
 
 @mapped_records
@@ -351,7 +307,7 @@ def test_without_the_guard_records_are_read_at_start_and_faults_have_no_effect(
     engine = engine_on(tiny_checkpoint, folder)
     fault(path_of(folder, 7))
     for _ in range(2):
-        result = run(engine, recorded)
+        result = prefill(engine, recorded)
         assert set(result.outcomes) == {Outcome.HIT}
         np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 
@@ -359,7 +315,7 @@ def test_without_the_guard_records_are_read_at_start_and_faults_have_no_effect(
 @pytest.mark.usefixtures("unguarded")
 def test_record_that_is_damaged_before_it_is_read_is_not_used(tiny_checkpoint, folder, recorded):
     overwrite(path_of(folder, 7))
-    result = run(engine_on(tiny_checkpoint, folder), recorded)
+    result = prefill(engine_on(tiny_checkpoint, folder), recorded)
     assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
     assert result.report.corrupt_records == 6
 
@@ -389,7 +345,7 @@ def change_in_memory(segment: Segment, record: int) -> None:
 @pytest.mark.parametrize("change", [change_through_a_mapping, change_in_memory])
 def test_scrub_excludes_records_that_changed_and_reports_each_once(tiny_checkpoint, folder, recorded, change):
     engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
+    prefill(engine, recorded)
     assert changed_by_scrub(engine) == 0
     segment = engine.map_reuse.database.search.store.segments[7]
     records = [segment.record_of(ids) for ids in recorded if len(ids) == 7]
@@ -406,7 +362,7 @@ def test_scrub_reads_exactly_the_checked_records_in_steps(tiny_checkpoint, folde
     engine = engine_on(tiny_checkpoint, folder)
     store = engine.map_reuse.database.search.store
     assert list(store.scrub(STEP)) == [Scrubbed(0, 0)]
-    run(engine, recorded)
+    prefill(engine, recorded)
     used = 2 * 12 * sum(len(ids) ** 2 for ids in recorded)  # bytes: twelve maps of 16-bit numbers per record
     for step_bytes in (STEP, 4096, 10**9):
         steps = list(store.scrub(step_bytes))
@@ -419,10 +375,10 @@ def test_scrub_of_a_truncated_file_loses_the_segment_and_reports_no_record(
     tiny_checkpoint, folder, recorded, expected
 ):
     engine = engine_on(tiny_checkpoint, folder)
-    run(engine, recorded)
+    prefill(engine, recorded)
     cut(path_of(folder, 7))
     assert changed_by_scrub(engine) == 0
-    result = run(engine, recorded)
+    result = prefill(engine, recorded)
     assert result.report.lost_lengths == (7,)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import random_text
+from core_models import flip, random_text
 from forked import is_killed
 from generations import renew
 from killed_renewals import build_and_renew, killed_after, sample
@@ -218,9 +218,7 @@ def test_verify_names_what_no_renewal_leaves(root, tiny_prototypes_database):
 def test_verify_reads_the_generation_that_does_not_serve_too(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     segment = root / "generations" / "000001" / "maps" / "00007.maps"
-    content = bytearray(segment.read_bytes())
-    content[2 * 4096] ^= 1  # the records begin behind a page of header and a page of table
-    segment.write_bytes(content)
+    flip(segment, 2 * 4096)  # the records begin behind a page of header and a page of table
     roll_back(root)
     (fault,) = AttentionDatabase.open(root).verify()
     assert fault.startswith("generation 1, length ")

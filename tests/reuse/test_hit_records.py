@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from core_models import SEAL, attention_by, random_sequences
+from core_models import READERS, SEAL, attention_by, random_sequences
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -24,8 +24,6 @@ STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 LAYERS = range(len(STORED))
 MIDDLE, LONG = 90, 130
 LENGTHS = (1, 5, 7, 8, 33, MIDDLE, LONG)
-# Who reads the maps.
-READERS = ["kernel", "operators"]
 # A value that no context has.
 CANARY = -768.0
 # The relative rounding error of bfloat16.

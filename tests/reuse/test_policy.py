@@ -107,14 +107,6 @@ def test_a_kind_without_a_record_is_never_chosen(group, found):
     assert all(found[RecordKind(kind)][row] > -math.inf for row, kind in enumerate(kinds))
 
 
-@given(groups(), nearest())
-def test_choice_for_a_sequence_does_not_depend_on_other_sequences(group, found):
-    kinds, served = group.choose(found)
-    for row in range(len(kinds)):
-        alone = group.choose({kind: values[row : row + 1] for kind, values in found.items()})
-        assert (alone[0][0], alone[1][0]) == (kinds[row], served[row])
-
-
 def test_own_record_serves_a_recorded_sequence_even_if_a_prototype_has_low_damage():
     kinds = {
         STORED: KindPolicy(0.5, (0.2, 0.9), (0.4, 0.3)),
@@ -158,12 +150,6 @@ def test_names_give_the_range_of_lengths_of_each_group(policy):
         if last:
             assert policy.group_index(int(last)) == index
             assert policy.group_index(int(last) + 1) == index + 1
-
-
-def test_names_of_three_groups():
-    kinds = {kind: KindPolicy(1.0) for kind in RecordKind}
-    policy = ReusePolicy(BUDGET, tuple(LengthGroup(longest, kinds) for longest in (13, 20, 31)))
-    assert policy.names() == ["1-13", "14-20", "21-"]
 
 
 @given(policies(), st.floats(-2, 2))

@@ -255,21 +255,10 @@ def test_steps_of_an_engine_hold_after_a_restart(tiny_checkpoint, folder):
     assert [each.tightened for each in policy.groups] == [2, 0, 1]
 
 
-def test_tightening_continues_after_a_restart(tiny_checkpoint, folder):
-    for _ in range(3):
-        tighten(engine_of(tiny_checkpoint, folder), 0)
-    assert engine_of(tiny_checkpoint, folder).map_reuse.policy.steps.groups == (3, 0, 0)
-
-
 def test_tightening_does_not_change_the_manifest(tiny_checkpoint, folder):
     before = (folder / "manifest.json").read_bytes()
     tighten(engine_of(tiny_checkpoint, folder), 0)
     assert (folder / "manifest.json").read_bytes() == before
-
-
-def test_group_that_was_switched_off_stays_off(tiny_checkpoint, folder):
-    tighten(engine_of(tiny_checkpoint, folder), *[0] * 6)
-    assert engine_of(tiny_checkpoint, folder).map_reuse.policy.groups[0].is_off
 
 
 @pytest.mark.parametrize("overrides", [{"threshold": 0.3}, {"threshold": 0.3, "heads": "all"}])

@@ -110,7 +110,9 @@ def test_truncated_file_is_corrupt(tmp_path, cut):
         PrototypeIndex.load(prototypes_path(tmp_path))
 
 
-def test_file_with_other_tensors_is_corrupt(tmp_path, tiny_database):
+def test_missing_file_and_file_with_other_tensors_are_corrupt(tmp_path, tiny_database):
+    with pytest.raises(CorruptDatabase):
+        PrototypeIndex.load(prototypes_path(tmp_path))
     prototypes_path(tmp_path).write_bytes((tiny_database / "projector.safetensors").read_bytes())
     with pytest.raises(CorruptDatabase):
         PrototypeIndex.load(prototypes_path(tmp_path))
@@ -120,10 +122,5 @@ def test_file_with_other_tensors_is_corrupt(tmp_path, tiny_database):
 def test_file_with_a_record_that_is_not_synthetic_is_corrupt(tmp_path, kind):
     index = PrototypeIndex(vectors(2), np.array([5, 5]), np.array([1, 2]), np.array([2, kind]))
     prototypes_path(tmp_path).write_bytes(index.to_bytes())
-    with pytest.raises(CorruptDatabase):
-        PrototypeIndex.load(prototypes_path(tmp_path))
-
-
-def test_missing_file_is_corrupt(tmp_path):
     with pytest.raises(CorruptDatabase):
         PrototypeIndex.load(prototypes_path(tmp_path))

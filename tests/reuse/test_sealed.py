@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import flip, random_sequences
 
 from attncache_core import PrefillEngine
 from attncache_core.build.builder import build_database
@@ -152,9 +152,7 @@ def test_changed_record_table_is_refused_even_if_its_checksum_fits(folder):
 
 @pytest.mark.parametrize("offset", [HEADER.size, PAGE - 1, TABLE.stop, RECORDS_START - 1])
 def test_padding_of_header_and_table_is_sealed_too(folder, offset):
-    content = bytearray(segment(folder).read_bytes())
-    content[offset] ^= 1
-    segment(folder).write_bytes(content)
+    flip(segment(folder), offset)
     assert "00007.maps were changed" in refusal(folder)
 
 
@@ -288,9 +286,7 @@ def test_projector_with_another_width_than_the_model_is_refused_when_the_engine_
 def test_verify_of_an_open_database_finds_a_changed_byte_in_any_file(folder, name, offset):
     database = AttentionDatabase.open(folder)
     assert database.verify() == []
-    content = bytearray((folder / name).read_bytes())
-    content[offset] ^= 0x10
-    (folder / name).write_bytes(content)
+    flip(folder / name, offset, bit=4)
     sentences = database.verify()
     if name.startswith("maps") and offset == -1:
         assert sentences == []  # the last byte is padding after the numbers of the last record

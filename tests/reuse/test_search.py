@@ -1,6 +1,5 @@
 """The search plans the records that a comparison with every record finds, and obeys the laws of θ."""
 
-import shutil
 from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
@@ -124,17 +123,6 @@ def test_lengths_that_are_searched_in_compressed_form_find_the_same_records(tiny
     assert similarities == pytest.approx(expected[1], abs=TOLERANCE, nan_ok=True)
 
 
-def test_recorded_sequence_has_similarity_one_and_its_own_record(tiny_engine, opened, asked):
-    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=1.0)
-    for ids, record, similarity, known in zip(
-        asked.sequences, records, similarities, asked.recorded, strict=True
-    ):
-        assert (similarity == 1.0) is known
-        assert (record >= 0) is known
-        if known:
-            assert opened.search.store.segments[len(ids)].holds_tokens(record, ids)
-
-
 def test_recorded_sequence_has_similarity_one_despite_rounding(tiny_engine, opened, asked):
     # This projector is off by 1e-5, more than the rounding differences between batches.
     projector = FeatureProjector.load(opened.folder / "projector.safetensors")
@@ -159,12 +147,6 @@ def test_raising_the_threshold_only_removes_hits(tiny_engine, opened, asked, thr
     for before, after, similarity in zip(loose[0], strict[0], everything[1], strict=True):
         assert after in (before, -1)
         assert (after >= 0) == (similarity >= max(thresholds))
-
-
-def test_threshold_above_one_gives_no_search_and_no_hit(tiny_engine, opened, asked):
-    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=1.001)
-    assert set(records) == {-1}
-    assert np.isnan(similarities).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -193,31 +175,6 @@ def test_only_sequences_that_may_reuse_are_searched(tiny_engine, opened, asked, 
         else:
             assert records[row] == -1
             assert np.isnan(similarities[row])
-
-
-def test_damaged_record_is_not_used_and_is_counted(tiny_engine, tiny_database, opened, asked, tmp_path):
-    target = max(range(len(asked.sequences)), key=lambda row: asked.recorded[row])
-    ids = asked.sequences[target]
-    before = plan_of(tiny_engine, opened, asked.sequences, 0.0)
-    record, segment = before[0][target], opened.search.store.segments[len(ids)]
-    damaged_folder = tmp_path / "a.db"
-    shutil.copytree(tiny_database, damaged_folder)
-    path = damaged_folder / "maps" / segment.path.name
-    with path.open("r+b") as file:
-        file.seek(segment.file_bytes - (len(segment) - record) * segment.layout.record_bytes(len(ids)))
-        file.write(b"\xff\xff")
-    damaged = AttentionDatabase.open(damaged_folder)
-    records, similarities, corrupt = plan_of(tiny_engine, damaged, asked.sequences, 0.0)
-    served = [
-        row
-        for row, other in enumerate(before[0])
-        if other == record and len(asked.sequences[row]) == len(ids)
-    ]
-    assert before[2] == 0
-    assert corrupt == len(served) >= 1
-    assert [row for row in range(len(records)) if records[row] != before[0][row]] == served
-    assert {records[row] for row in served} == {-1}
-    assert similarities[target] == 1.0
 
 
 def test_outcomes_follow_from_records_similarities_and_reasons():
@@ -250,12 +207,6 @@ def test_plan_is_reordered_with_its_batch():
     assert moved.reasons.tolist() == [5, 3, 4]
     assert moved.strangeness.tolist() == [8, 6, 7]
     assert moved.corrupt_records == 2
-
-
-def test_plan_without_reuse_uses_no_record():
-    plan = no_reuse(3)
-    assert plan.outcomes().tolist() == [Outcome.NOT_SEARCHED] * 3
-    assert plan.records.tolist() == [-1] * 3
 
 
 def test_length_groups_in_which_reuse_does_not_pay_are_skipped(tiny_engine, opened, asked):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_models import SEAL
+from core_models import SEAL, flip
 
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout
@@ -130,14 +130,6 @@ def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path):
     ):
         append(writer, 0)
     assert_refused(path)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def assert_refused(path: Path) -> None:

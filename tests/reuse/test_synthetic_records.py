@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import planned, prefill, random_sequences
+from core_models import flip, planned, prefill, random_sequences
 from core_reference import FLOAT32, SIXTEEN_BITS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,10 +75,6 @@ def engines(tiny_checkpoint, folder):
     return {name: engine_of(tiny_checkpoint, folder, policy) for name, policy in POLICIES.items()}
 
 
-def run(engine, sequences):
-    return prefill(engine, sequences)
-
-
 def plan(engine, sequences):
     """Return records and kinds in the caller's order."""
     batch = pack(sequences)
@@ -107,7 +103,7 @@ def expected_outputs(engine, reference, sequences) -> np.ndarray:
 @pytest.mark.parametrize("name", POLICIES)
 def test_outputs_are_computed_with_the_maps_of_the_record_that_serves(engines, tiny_reference, known, name):
     sequences = [*random_sequences([5, 6, UNSEEN, 9, 10, 5], seed=1), *known]
-    result = run(engines[name], sequences)
+    result = prefill(engines[name], sequences)
     expected = expected_outputs(engines[name], tiny_reference, sequences)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
 
@@ -115,7 +111,7 @@ def test_outputs_are_computed_with_the_maps_of_the_record_that_serves(engines, t
 @pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
 def test_hits_of_synthetic_records_are_prototype_hits(engines, name):
     sequences = random_sequences([5, 6, UNSEEN, 9, 10], seed=2)
-    assert run(engines[name], sequences).outcomes == (Outcome.PROTOTYPE_HIT,) * 5
+    assert prefill(engines[name], sequences).outcomes == (Outcome.PROTOTYPE_HIT,) * 5
     kind = PROTOTYPE if name == "prototypes" else MEAN
     assert set(plan(engines[name], sequences)[1]) == {kind}
 
@@ -124,14 +120,14 @@ def test_all_kinds_of_records_serve_in_one_batch(engines):
     sequences = random_sequences([5, 6, 7, 9, 10] * 8, seed=3)
     kinds = Counter(plan(engines["all kinds"], sequences)[1].tolist())
     assert set(kinds) >= {PROTOTYPE, MEAN}
-    outcomes = run(engines["all kinds"], sequences).outcomes
+    outcomes = prefill(engines["all kinds"], sequences).outcomes
     assert outcomes.count(Outcome.HIT) == kinds[STORED]
     assert outcomes.count(Outcome.PROTOTYPE_HIT) == kinds[PROTOTYPE] + kinds[MEAN]
 
 
 @pytest.mark.parametrize("name", ["all kinds", "unsearched", "recorded only"])
 def test_recorded_sequence_is_served_by_its_own_record(engines, tiny_reference, known, name):
-    result = run(engines[name], known)
+    result = prefill(engines[name], known)
     assert result.outcomes == (Outcome.HIT,) * len(known)
     assert result.similarities.tolist() == [1.0] * len(known)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(known), atol=SIXTEEN_BITS)
@@ -142,17 +138,17 @@ def test_a_length_without_texts_is_served_by_synthetic_records(engines):
     assert UNSEEN not in engine.map_reuse.database.manifest.records
     sequences = random_sequences([4, UNSEEN, 11], seed=4)
     outcomes = (Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.NOT_SEARCHED)
-    assert run(engine, sequences).outcomes == outcomes
+    assert prefill(engine, sequences).outcomes == outcomes
 
 
 def test_without_a_search_only_recorded_sequences_have_a_similarity(engines, known):
-    result = run(engines["unsearched"], [*random_sequences([5, UNSEEN]), known[0]])
+    result = prefill(engines["unsearched"], [*random_sequences([5, UNSEEN]), known[0]])
     assert np.isnan(result.similarities).tolist() == [True, True, False]
 
 
 def test_if_only_recorded_sequences_hit_others_are_computed_in_full(engines, tiny_reference, known):
     sequences = [*random_sequences([5, 9]), known[1]]
-    result = run(engines["recorded only"], sequences)
+    result = prefill(engines["recorded only"], sequences)
     assert [outcome.is_hit for outcome in result.outcomes] == [False, False, True]
     np.testing.assert_allclose(result.outputs[:2], tiny_reference.means(sequences[:2]), atol=FLOAT32)
 
@@ -164,9 +160,9 @@ def test_if_only_recorded_sequences_hit_others_are_computed_in_full(engines, tin
 def test_a_row_of_a_batch_is_the_row_alone(engines, known, name, lengths, seed):
     engine = engines[name]
     sequences = [*random_sequences(lengths, seed), known[seed % len(known)]]
-    together = run(engine, sequences)
+    together = prefill(engine, sequences)
     for index, ids in enumerate(sequences):
-        alone = run(engine, [ids])
+        alone = prefill(engine, [ids])
         assert alone.outcomes == together.outcomes[index : index + 1]
         np.testing.assert_allclose(alone.outputs[0], together.outputs[index], atol=FLOAT32)
         np.testing.assert_allclose(alone.similarities[0], together.similarities[index], atol=FLOAT32)
@@ -181,39 +177,12 @@ def test_declined_sequences_are_computed_in_full_in_a_batch_with_hits(engines, t
     np.testing.assert_allclose(result.outputs[1], tiny_reference.means(sequences)[1], atol=FLOAT32)
 
 
-def test_tightening_raises_an_engines_thresholds_until_its_group_is_off(tiny_checkpoint, folder):
-    opened = AttentionDatabase.open(folder)
-    groups = tuple(LengthGroup(longest, dict.fromkeys(RecordKind, KindPolicy(0.0))) for longest in (6, 10))
-    policy = ReusePolicy(Budget(Measure.COSINE, 0.9), groups)
-    engine = engine_of(tiny_checkpoint, folder, policy)
-    sequences = random_sequences([5, 6, 7, 9] * 5, seed=7)
-    short = np.array([len(ids) <= 6 for ids in sequences])
-    hits = np.array([outcome.is_hit for outcome in run(engine, sequences).outcomes])
-    longer = hits[~short]
-    for _ in range(6):
-        before = engine.map_reuse.policy
-        engine.map_reuse.tighten(0)
-        assert engine.map_reuse.policy == before.tightened(0)
-        assert engine.info().database.policy == engine.map_reuse.policy.info()
-        outcomes = np.array(run(engine, sequences).outcomes, dtype=object)
-        now = np.array([outcome.is_hit for outcome in outcomes])
-        assert (now[short] <= hits[short]).all()
-        assert now[~short].tolist() == longer.tolist()
-        hits = now
-    assert engine.map_reuse.policy.groups[0].tightened == 6
-    assert engine.map_reuse.policy.groups[0].is_off
-    assert set(outcomes[short]) == {Outcome.NOT_SEARCHED}
-    # Other engines and the database are not affected.
-    assert engine.map_reuse.database.search.policy == policy
-    assert AttentionDatabase.open(folder).manifest == opened.manifest
-
-
 def test_first_step_of_a_group_without_a_search_starts_the_search(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder, policy_of(mean=ALWAYS, searched=False))
     sequences = random_sequences([5, 9], seed=8)
-    assert np.isnan(run(engine, sequences).similarities).all()
+    assert np.isnan(prefill(engine, sequences).similarities).all()
     engine.map_reuse.tighten(0)
-    result = run(engine, sequences)
+    result = prefill(engine, sequences)
     assert result.outcomes == (Outcome.PROTOTYPE_HIT,) * 2
     assert not np.isnan(result.similarities).any()
 
@@ -221,11 +190,7 @@ def test_first_step_of_a_group_without_a_search_starts_the_search(tiny_checkpoin
 def damage_record(folder, length, record) -> None:
     """Flip one bit of a record's maps in the file."""
     segment = AttentionDatabase.open(folder).search.store.segments[length]
-    with segment.path.open("r+b") as file:
-        file.seek(segment.records_start + record * segment.layout.record_bytes(length))
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip(segment.path, segment.records_start + record * segment.layout.record_bytes(length))
 
 
 @pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
@@ -240,7 +205,7 @@ def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
     damage_record(damaged_folder, 7, record)
     engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
     for _ in range(2):
-        result = run(engine, sequences)
+        result = prefill(engine, sequences)
         assert result.report.corrupt_records >= sum(victims)
         assert [not outcome.is_hit for outcome in result.outcomes] == victims
         full = tiny_reference.means(sequences)
@@ -266,10 +231,10 @@ def test_without_a_search_the_mean_replaces_a_damaged_record(
     (ids,) = (ids for ids in known if len(ids) == 7)
     damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
     damage_record(damaged_folder, 7, int(plan(engines["unsearched"], [ids])[0][0]))
-    result = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["unsearched"]), [ids])
+    result = prefill(engine_of(tiny_checkpoint, damaged_folder, POLICIES["unsearched"]), [ids])
     assert result.outcomes == (Outcome.PROTOTYPE_HIT,)
     assert result.report.corrupt_records == 1
-    closed = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["recorded only"]), [ids])
+    closed = prefill(engine_of(tiny_checkpoint, damaged_folder, POLICIES["recorded only"]), [ids])
     assert not closed.outcomes[0].is_hit
     assert closed.report.corrupt_records == 1
 

@@ -1,7 +1,6 @@
 """Files are complete or absent, even with concurrent writers and after an interrupted write."""
 
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from full_disk import largest_file
 
 from attncache_core.runtime import files
 from attncache_core.runtime.files import move_into_place, write_whole
@@ -47,21 +47,10 @@ def test_concurrent_writers_leave_one_complete_file_and_no_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@contextmanager
-def full_disk_beyond(size: int):
-    """Make writing more than `size` bytes to a file fail with an OSError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "a.json"
     write_whole(path, b"old")
-    with full_disk_beyond(1000), pytest.raises(OSError, match="too large"):
+    with largest_file(1000), pytest.raises(OSError, match="too large"):
         write_whole(path, content_of(1))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

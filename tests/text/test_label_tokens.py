@@ -62,13 +62,8 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return Oracle(folder)
+def oracle(tiny_llama):
+    return Oracle(tiny_llama)
 
 
 def load(folder, labels=(), template=TEMPLATE, **options):
@@ -77,8 +72,8 @@ def load(folder, labels=(), template=TEMPLATE, **options):
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
-    return load(folder)
+def engine(tiny_llama):
+    return load(tiny_llama)
 
 
 def summed(engine, texts, labels, template=None, reuse=False):
@@ -155,9 +150,11 @@ def test_logits_are_capped_as_the_family_does_and_by_no_key_of_another(tmp_path,
         )
         write_family(tmp_path, config, saved_as=AutoModelForCausalLM)
         write_decoder_tokenizer(tmp_path)
-    texts = some_texts()
-    expected = Oracle(tmp_path).scores(texts, SEVERAL)
-    np.testing.assert_allclose(summed(load(tmp_path), texts, SEVERAL), expected, atol=SUMMED)
+    texts, oracle, engine = some_texts(), Oracle(tmp_path), load(tmp_path)
+    expected = oracle.scores(texts, SEVERAL)
+    np.testing.assert_allclose(summed(engine, texts, SEVERAL), expected, atol=SUMMED)
+    logits, expected = summed(engine, texts, SINGLE), oracle.scores(texts, SINGLE)
+    np.testing.assert_allclose(logits - logits[:, :1], expected - expected[:, :1], atol=SUMMED)
 
 
 labels_of_words = st.lists(
@@ -202,11 +199,6 @@ def test_every_token_of_every_label_is_read_once_from_the_fewest_possible_sequen
         assert not any(other != end and other[: len(end)] == end for other in prefixes)
 
 
-def test_label_that_begins_another_label_needs_no_sequence_of_its_own(engine):
-    with_it, without = (engine.decisions.labels_in(None, labels) for labels in (SEVERAL[:4], SEVERAL[:1]))
-    assert len(with_it.prompt.sequence_plans) == len(without.prompt.sequence_plans) == 1
-
-
 def test_language_head_sees_the_positions_that_are_read_and_no_others(engine, monkeypatch):
     seen, head = [], engine.model.language_head
     normalizers = head._normalizers
@@ -227,20 +219,6 @@ def test_logits_are_held_for_a_few_positions_at_a_time(engine, oracle, monkeypat
     np.testing.assert_allclose(summed(engine, texts, SEVERAL), oracle.scores(texts, SEVERAL), atol=SUMMED)
 
 
-def test_capped_logits_are_capped_before_they_are_probabilities(engine):
-    head = engine.model.language_head
-    capped = language.LanguageHead(head._norm, head._linear, cap=2.0)
-    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        logits = (head._linear(head._norm(hidden)) / 2).tanh() * 2
-        positions, tokens = torch.tensor([4, 0, 4]), torch.tensor([7, 300, 9])
-        found = capped.log_probabilities(hidden, positions, tokens)
-        expected = logits.log_softmax(dim=1)[positions, tokens]
-        np.testing.assert_allclose(found, expected, atol=FLOAT32)
-        few = capped.token_logits(head._norm(hidden), [7, 9])
-        np.testing.assert_allclose(few, logits[:, [7, 9]], atol=FLOAT32)
-
-
 def test_head_with_a_bias_adds_it(engine):
     head = engine.model.language_head
     linear = torch.nn.Linear(32, 9)
@@ -259,15 +237,15 @@ def test_head_with_a_bias_adds_it(engine):
 @pytest.mark.parametrize(
     "template", [Template(), Template("", ": "), Template("", "\n"), Template("my ", '"')]
 )
-def test_label_follows_a_space_or_the_templates_own_white_space(folder, template):
-    tokenizer = TextTokenizer(read_checkpoint(folder))
+def test_label_follows_a_space_or_the_templates_own_white_space(tiny_llama, template):
+    tokenizer = TextTokenizer(read_checkpoint(tiny_llama))
     if template.suffix == ": ":
         # The space and the label would be one token, but the template already contains the space.
         with pytest.raises(InvalidInput, match="remove the space") as refused:
             tokenizer.continuations(template, ["card"])
         assert refused.value.field == "labels[0]"
         return
-    plain = AutoTokenizer.from_pretrained(folder)
+    plain = AutoTokenizer.from_pretrained(tiny_llama)
     written = template.around("where") + ("" if template.suffix == "\n" else " ")
     prompt = plain(template.around("where"))["input_ids"]
     for label, continuation in zip(SEVERAL, tokenizer.continuations(template, SEVERAL), strict=True):
@@ -289,14 +267,14 @@ def test_tokenizer_that_ends_a_text_with_a_special_token_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_text_is_cut_so_that_template_and_label_stay_whole(folder):
-    engine = load(folder, max_tokens=40)
+def test_text_is_cut_so_that_template_and_label_stay_whole(tiny_llama):
+    engine = load(tiny_llama, max_tokens=40)
     label_tokens = engine.decisions.labels_in(None, SEVERAL)
     text = "my card " * 30
     sequences = engine.tokenize([text], prompt=label_tokens.prompt)
     assert max(map(len, sequences)) == 40
     ends = [plan.continuation for plan in label_tokens.prompt.sequence_plans]
-    plain = AutoTokenizer.from_pretrained(folder)
+    plain = AutoTokenizer.from_pretrained(tiny_llama)
     closing = plain(TEMPLATE.suffix, add_special_tokens=False)["input_ids"]
     for ids, end in zip(sequences, ends, strict=True):
         assert tuple(ids[len(ids) - len(end) :]) == end
@@ -305,13 +283,13 @@ def test_text_is_cut_so_that_template_and_label_stay_whole(folder):
         engine.tokenize([text], truncate=False, prompt=label_tokens.prompt)
 
 
-def test_labels_that_leave_no_room_are_refused(folder):
-    alone = len(AutoTokenizer.from_pretrained(folder)(TEMPLATE.around(""))["input_ids"])
+def test_labels_that_leave_no_room_are_refused(tiny_llama):
+    alone = len(AutoTokenizer.from_pretrained(tiny_llama)(TEMPLATE.around(""))["input_ids"])
     with pytest.raises(InvalidInput, match="no room left for a text") as refused:
-        load(folder, ("bank " * 9 + "lost", "card"), max_tokens=alone + 5)
+        load(tiny_llama, ("bank " * 9 + "lost", "card"), max_tokens=alone + 5)
     assert refused.value.field == "labels"
     with pytest.raises(InvalidInput, match="no room left for a text") as refused:
-        load(folder, ("bank lost", "card"), max_tokens=alone)
+        load(tiny_llama, ("bank lost", "card"), max_tokens=alone)
     assert refused.value.field == "template"
 
 
@@ -354,8 +332,8 @@ def test_texts_whose_sequences_have_too_many_tokens_are_refused(engine):
         assert refused.value.field == field
 
 
-def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):
-    engine = load(folder, SINGLE)
+def test_own_labels_of_one_token_are_classes_to_agree_on(tiny_llama, oracle):
+    engine = load(tiny_llama, SINGLE)
     texts = some_texts()
     assert engine.decisions.labels == SINGLE
     assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.AGREEMENT
@@ -370,8 +348,8 @@ def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):
     assert engine.info().labels == list(SINGLE)
 
 
-def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings(folder):
-    engine = load(folder, SEVERAL)
+def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings(tiny_llama):
+    engine = load(tiny_llama, SEVERAL)
     assert engine.decisions.labels is None
     assert engine.info().labels == list(SEVERAL)
     assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.COSINE
@@ -383,15 +361,20 @@ def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings
     )
 
 
-def test_self_hits_score_as_the_full_model_does(folder, tmp_path):
+def with_database(plain, texts, folder):
+    """Return the model with a database of its prompts with these texts."""
+    options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=3)
+    build_database(plain, [CorpusSentence(text, text) for text in texts], folder, options)
+    database = AttentionDatabase.open(folder)
+    return PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+
+
+def test_self_hits_score_as_the_full_model_does(tiny_llama, tmp_path):
     """The database holds records of the prompts alone, from which labels of one token are read."""
-    plain = load(folder, SINGLE)
+    plain = load(tiny_llama, SINGLE)
     random = np.random.default_rng(4)
     texts = sorted({random_text(random, words) for words in np.repeat([2, 3, 4], 12)})
-    options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=3)
-    build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
-    database = AttentionDatabase.open(tmp_path / "a.db")
-    engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+    engine = with_database(plain, texts, tmp_path / "a.db")
     sequences = engine.tokenize(texts[:5])
     result = prefill(engine, sequences)
     assert result.outcomes == (Outcome.HIT,) * 5
@@ -404,13 +387,9 @@ def test_self_hits_score_as_the_full_model_does(folder, tmp_path):
     assert np.isfinite(reused).all()
 
 
-def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order(folder, tmp_path):
-    plain = load(folder, SINGLE)
+def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order(tiny_llama, tmp_path):
     texts = some_texts(24)
-    options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=3)
-    build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
-    database = AttentionDatabase.open(tmp_path / "a.db")
-    engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+    engine = with_database(load(tiny_llama, SINGLE), texts, tmp_path / "a.db")
     several = engine.decisions.labels_in(None, SEVERAL).prompt
     # Sequences with targets, which share prefixes, between sequences without targets, which may reuse maps.
     sequences = engine.tokenize(texts[:4], prompt=several)
@@ -438,8 +417,8 @@ def test_a_result_has_log_probabilities_where_a_sequence_plan_has_targets(engine
     assert prefill(engine, sequences, reuse=False).log_probabilities is None
 
 
-def test_decoder_for_labels_is_read_at_its_last_token(folder):
-    adapted = read_checkpoint(folder).adapted(label_logits=True)
+def test_decoder_for_labels_is_read_at_its_last_token(tiny_llama):
+    adapted = read_checkpoint(tiny_llama).adapted(label_logits=True)
     assert (adapted.task, adapted.pooling, adapted.normalize) == (
         "label-logits",
         Pooling(("lasttoken",)),
@@ -495,6 +474,6 @@ def test_labels_of_an_embedding_model_are_compared_by_embedding(tmp_path):
 
 
 @pytest.mark.parametrize("labels", [["one"], ["a", "a"], ["a", ""]])
-def test_labels_that_are_no_choice_are_refused(folder, labels):
+def test_labels_that_are_no_choice_are_refused(tiny_llama, labels):
     with pytest.raises(InvalidInput, match="two or more different names"):
-        read_checkpoint(folder).adapted(label_logits=True, labels=labels)
+        read_checkpoint(tiny_llama).adapted(label_logits=True, labels=labels)

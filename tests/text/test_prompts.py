@@ -25,9 +25,8 @@ DECODER_POOLING = ("lasttoken", "mean", "weightedmean")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A plain decoder folder, without settings for prompts or pooling."""
-    return read_checkpoint(write_llama(tmp_path_factory.mktemp("models") / "tiny-llama"))
+def llama(tiny_llama):
+    return read_checkpoint(tiny_llama)
 
 
 def test_template_is_the_text_before_and_after_the_placeholder():
@@ -163,14 +162,6 @@ def test_cut_text_keeps_its_first_tokens_and_its_whole_template(
     assert kept
     if gone:
         assert min(len(ids) - at for at in kept) <= closing <= max(len(ids) - at for at in kept) + 1
-
-
-def test_text_that_is_too_long_is_refused_if_truncation_is_declined(llama):
-    tokenizer = TextTokenizer(llama.adapted(template=ONE_WORD), 60)
-    tokenizer.tokenize(["my card"], truncate=False)
-    with pytest.raises(InputTooLong, match="more than 60 tokens") as refused:
-        tokenizer.tokenize(["my", "my card " * 30], truncate=False)
-    assert refused.value.field == "inputs[1]"
 
 
 def test_template_that_leaves_no_room_is_refused_before_any_text(llama):

@@ -33,16 +33,6 @@ def test_tokens_are_those_of_the_hugging_face_tokenizer(tiny_checkpoint, texts):
     assert TextTokenizer(tiny_checkpoint).tokenize(texts, truncate=True) == expected
 
 
-def test_known_words_have_their_ids_from_the_vocabulary(tiny_engine):
-    lost, card = (5 + WORDS.index(word) for word in ("lost", "card"))
-    pieces = [5 + WORDS.index("##s")]
-    assert tiny_engine.tokenize(["Lost cards"]) == [[CLS, lost, card, *pieces, SEP]]
-
-
-def test_text_without_a_word_is_its_special_tokens(tiny_engine):
-    assert tiny_engine.tokenize([" "]) == [[CLS, SEP]]
-
-
 @pytest.mark.parametrize(
     ("settings", "config", "expected"),
     [
@@ -63,13 +53,6 @@ def test_limit_of_the_tokenizer_applies_if_the_folder_names_none(tmp_path):
     assert TextTokenizer(read_checkpoint(tmp_path)).max_tokens == 33
 
 
-def test_cut_text_keeps_its_first_words_and_its_closing_token(tmp_path):
-    _, tokenizer = write(tmp_path, settings={"max_seq_length": 6})
-    (ids,) = tokenizer.tokenize(["my card is lost where is it"], truncate=True)
-    words = [5 + WORDS.index(word) for word in ["my", "card", "is", "lost"]]
-    assert ids == [CLS, *words, SEP]
-
-
 @pytest.mark.parametrize(("limit", "longest"), [(2, 2), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
 def test_operators_limit_applies_if_it_is_below_the_models(tmp_path, limit, longest):
     checkpoint, _ = write(tmp_path, settings={"max_seq_length": 20})
@@ -77,14 +60,6 @@ def test_operators_limit_applies_if_it_is_below_the_models(tmp_path, limit, long
     words = [5 + WORDS.index(word) for word in ["my", "card"] * 20]
     assert tokenizer.max_tokens == longest
     assert tokenizer.tokenize(["my card " * 20], truncate=True) == [[CLS, *words[: longest - 2], SEP]]
-
-
-def test_text_longer_than_the_operators_limit_is_refused_if_truncation_is_declined(tmp_path):
-    checkpoint, _ = write(tmp_path)
-    tokenizer = TextTokenizer(checkpoint, 4)
-    assert len(tokenizer.tokenize(["my card"], truncate=False)[0]) == 4
-    with pytest.raises(InputTooLong, match="more than 4 tokens"):
-        tokenizer.tokenize(["my card is"], truncate=False)
 
 
 def test_engine_cuts_to_the_operators_limit(tiny_checkpoint):

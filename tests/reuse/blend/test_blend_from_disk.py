@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from blends import OPENING, joined, key_values, loaded, noted_layers, own_full_pass, random_chunks, run_share
 from core_decoders import write_llama
+from core_models import flip
 from kv_models import assert_nothing_is_in_use, assert_same, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -98,9 +99,7 @@ def test_damage_is_noticed_and_the_answer_is_that_of_computed_tokens(
     store = open_store()
     name = key_values(store).whole([*OPENING, *chunks[1]], b"").names[1]
     path = tmp_path / "kv" / name.key.hex()[:2] / f"{name.key.hex()}.kv"
-    content = bytearray(path.read_bytes())
-    content[len(content) - sum(store.layout.part_bytes[part:]) + 3] ^= 64
-    path.write_bytes(content)
+    flip(path, 3 - sum(store.layout.part_bytes[part:]), bit=6)
     with noted_layers() as noted:
         found = run_share(model, store, chunks, query, ratio)
     assert store.transfers.disk.counts.damaged == 1

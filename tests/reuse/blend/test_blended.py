@@ -21,7 +21,7 @@ from blends import (
 from core_decoders import write_llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_models import assert_nothing_is_in_use, store_of
+from kv_models import store_of
 from transformers import AutoModelForCausalLM
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -299,11 +299,3 @@ def test_targets_have_the_log_probabilities_of_the_full_model(model, folder):
     expected = [float(logits[-1 - target.back, target.token]) for target in targets]
     np.testing.assert_allclose(found.log_probabilities[0], expected, rtol=0, atol=1e-3)
     assert found.finite.all()
-
-
-def test_blending_leaves_nothing_in_use(model):
-    chunks, query = random_chunks((20, 37, 9), 7)
-    store = store_of(model)
-    for ratio in (0, 0.3, 1):
-        run_share(model, store, chunks, query, ratio)
-        assert_nothing_is_in_use(store)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from blends import block_diagonal, joined, own_full_pass, run_share
 from core_models import needs_bfloat16, random_sequences
-from families import DECODERS, Case, write_family
+from families import DECODERS, Family
 from family_reference import FamilyReference
 from kv_models import assert_nothing_is_in_use, pooled_by, store_of
 
-from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import load_model
 
@@ -29,20 +26,8 @@ NEAR = {"rtol": 0, "atol": 1e-4}  # as in test_families.py
 *CHUNKS, QUERY = random_sequences([17, 30, 25, 3, 2])
 
 
-@dataclass
-class Family:
-    """One case, its checkpoint and its models."""
-
-    case: Case
-    folder: Path
-
-    @cached_property
-    def checkpoint(self):
-        return read_checkpoint(write_family(self.folder, self.case.made(), saved_as=self.case.saved_as))
-
-    @cached_property
-    def reference(self):
-        return self.case.reference(self.checkpoint.folder)
+class BlendedFamily(Family):
+    """A family with its models by each executor."""
 
     @cached_property
     def model(self):
@@ -57,7 +42,7 @@ class Family:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    return Family(DECODERS[request.param], tmp_path_factory.mktemp(request.param))
+    return BlendedFamily(DECODERS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module", params=["model", "plain_model"])
@@ -109,7 +94,7 @@ def test_first_and_later_requests_agree(model):
 @needs_bfloat16
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma3"])
 def test_in_16_bits_recomputing_everything_is_the_full_pass_within_rounding(name, tmp_path):
-    family = Family(DECODERS[name], tmp_path)
+    family = BlendedFamily(DECODERS[name], tmp_path)
     model = pooled_by(load_model(family.checkpoint, torch.bfloat16), "lasttoken")
     store, (ids, _) = store_of(model), joined(CHUNKS, QUERY)
     for ratio, least in ((1.0, 0.999), (0.5, 0.0)):

@@ -10,18 +10,15 @@ from blends import (
     joined,
     key_values,
     keys_and_values,
-    loaded,
     noted_layers,
     random_chunks,
     run_share,
 )
-from core_decoders import write_llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import assert_nothing_is_in_use, store_of
 from transformers import AutoModelForCausalLM
 
-from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
@@ -33,24 +30,6 @@ from attncache_core.text.segments import segmented
 LAYERS = 3
 NEAR = {"rtol": 0, "atol": 1e-4}  # float32 sums in another order
 LONG_OPENING = [0, *range(5, 5 + BLOCK_TOKENS)]  # longer than a block
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module", params=["stack", "plain"])
-def model(folder, request):
-    checkpoint = read_checkpoint(folder).adapted(label_logits=True, labels=("a", "b"))
-    return loaded(checkpoint, request.param)
-
-
-@pytest.fixture
-def store(model):
-    found = store_of(model)
-    yield found
-    assert_nothing_is_in_use(found)
 
 
 def prompt(lengths, query, opening=OPENING, separator=(), heading=()):
@@ -82,10 +61,10 @@ prompts = st.builds(
 @example(found=prompt([16, 15, 17], 1, [], [7, 8], [9]))
 @example(found=prompt([16, 15, 17], 1, LONG_OPENING, [7, 8], [9]))
 def test_without_recomputation_what_stands_between_chunks_sees_all_and_chunks_do_not_see_it(
-    model, folder, found
+    model, tiny_llama, found
 ):
     store = store_of(model)
-    expected = apart(folder, *found)
+    expected = apart(tiny_llama, *found)
     between = [place for place in range(found.spans[0][1], len(found.ids)) if not in_spans(found, place)]
     for _ in range(2):
         with noted_layers() as noted:
@@ -103,20 +82,20 @@ def in_spans(found, place):
 @given(found=prompts)
 @example(found=prompt([16, 15, 17], 1, [], [7, 8], [9]))
 @example(found=prompt([16, 15, 17], 1, LONG_OPENING, [7, 8], [9]))
-def test_recomputing_everything_is_the_full_pass_whatever_stands_between_chunks(model, folder, found):
+def test_recomputing_everything_is_the_full_pass_whatever_stands_between_chunks(model, tiny_llama, found):
     result = run_prompt(model, store_of(model), found, 1.0)
-    np.testing.assert_allclose(result.outputs[0], full_state(folder, found.ids), **NEAR)
+    np.testing.assert_allclose(result.outputs[0], full_state(tiny_llama, found.ids), **NEAR)
 
 
 @pytest.mark.parametrize("first_tokens", [0, 2])
 def test_tokens_that_deviate_most_are_picked_among_tokens_that_are_computed_in_any_case(
-    model, folder, first_tokens
+    model, tiny_llama, first_tokens
 ):
     found = prompt((20, 37, 9, 30), 7, separator=[5, 6, 7], heading=[8])
-    full = keys_and_values(folder, found.ids, 1)
+    full = keys_and_values(tiny_llama, found.ids, 1)
     deviations = np.full(len(found.ids), np.nan)
     for first, end in found.spans[1:]:
-        alone = keys_and_values(folder, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
+        alone = keys_and_values(tiny_llama, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
         distances = ((full[first:end] - alone) ** 2).sum(axis=1)
         deviations[first + first_tokens : end] = distances[first_tokens:]
     with noted_layers() as noted:
@@ -189,7 +168,7 @@ def log_probabilities(folder, ids, targets):
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize("stored", [1, 15, 26], ids="{} tokens behind the chunks".format)
 def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
-    model, folder, store, stored, ratio
+    model, tiny_llama, store, stored, ratio
 ):
     chunks, query = random_chunks((20, 37, 9), 30)
     ids, spans = joined(chunks, query)
@@ -204,6 +183,6 @@ def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
         found = run_blended(model, store, PrefillRequest(ids, False, plan, prefix_key, blend=blend))
     assert found.blends[0].exact_tokens == spans[-1][1] + stored
     assert found.blends[0].rows == (30 - stored,) * LAYERS
-    expected = log_probabilities(folder, ids, plan.targets)
+    expected = log_probabilities(tiny_llama, ids, plan.targets)
     np.testing.assert_allclose(found.log_probabilities[0], expected, rtol=0, atol=1e-3)
     np.testing.assert_allclose(found.outputs, run_share(model, store, chunks, query, 1.0).outputs, **NEAR)

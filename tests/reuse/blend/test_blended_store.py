@@ -1,5 +1,6 @@
 """What blended requests take from the store and leave in it."""
 
+import shutil
 import threading
 from unittest import mock
 
@@ -11,16 +12,14 @@ from blends import (
     block_diagonal,
     joined,
     key_values,
-    loaded,
     noted_layers,
     own_full_pass,
     random_chunks,
     run_chunks,
     run_share,
 )
-from core_decoders import write_llama
+from core_models import damage_weights
 from kv_models import assert_nothing_is_in_use, computed_by, run, store_of
-from safetensors.torch import load_file, save_file
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended, continued
@@ -32,23 +31,6 @@ from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 
 LAYERS = 3
 NEAR = {"rtol": 0, "atol": 1e-4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module", params=["stack", "plain"])
-def model(folder, request):
-    return loaded(read_checkpoint(folder), request.param)
-
-
-@pytest.fixture
-def store(model):
-    found = store_of(model)
-    yield found
-    assert_nothing_is_in_use(found)
 
 
 @torch.inference_mode()
@@ -113,13 +95,13 @@ def test_chunks_in_another_order_are_not_computed_again(model, store):
     )
 
 
-def test_a_chunk_that_stands_at_several_positions_is_computed_and_stored_once(model, folder, store):
+def test_a_chunk_that_stands_at_several_positions_is_computed_and_stored_once(model, tiny_llama, store):
     (one, other), query = random_chunks((32, 20), 7)
     chunks = [one, other, one, one]
     found = run_share(model, store, chunks, query, 0.0)
     assert found.blends[0].computed_tokens == 33 + 21
     assert len(store.memory) == blocks(33, 21)
-    np.testing.assert_allclose(found.outputs[0], block_diagonal(folder, chunks, query), **NEAR)
+    np.testing.assert_allclose(found.outputs[0], block_diagonal(tiny_llama, chunks, query), **NEAR)
     full = own_full_pass(model, store, joined(chunks, query)[0])
     np.testing.assert_allclose(run_share(model, store, chunks, query, 1.0).outputs[0], full, **NEAR)
 
@@ -229,14 +211,10 @@ def test_tokens_that_memory_has_no_room_for_are_computed_in_every_layer(model, p
         assert_nothing_is_in_use(store)
 
 
-def test_weights_that_are_not_numbers_make_the_answer_not_finite(folder, tmp_path):
+def test_weights_that_are_not_numbers_make_the_answer_not_finite(tiny_llama, tmp_path):
     """Wherever the token stands that they belong to."""
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][9] = np.nan
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    broken = load_model(read_checkpoint(tmp_path), torch.float32)
+    folder = damage_weights(shutil.copytree(tiny_llama, tmp_path / "broken"), 9)
+    broken = load_model(read_checkpoint(folder), torch.float32)
     store = store_of(broken)
     chunks, query = [[5, 6, 7] * 10, [6, 8, 11] * 9], [5, 4]
     assert run_share(broken, store, chunks, query, 0.3).finite.tolist() == [True]

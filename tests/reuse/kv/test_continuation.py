@@ -34,11 +34,6 @@ from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.text import prefix_tree
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
-
-
 # Prompts that branch off each other at any token.
 @st.composite
 def trees_of_prompts(draw):
@@ -178,12 +173,14 @@ def test_only_the_sequence_of_a_damaged_token_is_not_finite_and_not_stored(damag
         assert_nothing_is_in_use(store)
 
 
-def test_a_batch_that_fails_frees_what_it_reserved(model):
+@pytest.mark.parametrize("step", ["packing", "computing"])
+def test_a_batch_that_fails_frees_what_it_reserved(model, step):
     store, ids = store_of(model), random_ids(40)
-    with (
-        mock.patch.object(continued, computed_by(model), side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
+    failing = {
+        "packing": "attncache_core.reuse.kv.continuation.continued_prefixes",
+        "computing": f"attncache_core.engine.continued.{computed_by(model)}",
+    }
+    with mock.patch(failing[step], side_effect=MemoryError), pytest.raises(MemoryError):
         run(model, store, [ids])
     assert store.memory.pool.used == 0
     assert_nothing_is_in_use(store)
@@ -263,17 +260,6 @@ def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
     stuck = store.begin([prefix_key(ids)])
     assert run(model, store, [ids]).report.tokens == 40
     store.abandon(stuck)
-    assert_nothing_is_in_use(store)
-
-
-def test_a_batch_that_cannot_be_packed_frees_what_it_reserved(model):
-    store, ids = store_of(model), random_ids(40)
-    with (
-        mock.patch("attncache_core.reuse.kv.continuation.continued_prefixes", side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
-        run(model, store, [ids])
-    assert store.memory.pool.used == 0
     assert_nothing_is_in_use(store)
 
 

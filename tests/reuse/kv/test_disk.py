@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_models import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,12 +88,6 @@ def assert_accounted(tier: DiskTier, folder: Path) -> None:
 def set_age(folder: Path, number: int, seconds: float) -> None:
     then = time.time() - seconds
     os.utime(path_of(folder, block(number)), (then, then))
-
-
-def flip(path: Path, position: int, bit: int = 0) -> None:
-    changed = bytearray(path.read_bytes())
-    changed[position] ^= 1 << bit
-    path.write_bytes(changed)
 
 
 @pytest.fixture

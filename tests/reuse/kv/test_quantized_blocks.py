@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from core_decoders import write_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,8 +36,8 @@ def test_every_number_is_within_half_a_step(dtype, seed, slot, size):
         assert (abs(x - y) <= step * 0.5001 + rounding).all()
 
 
-def test_blocks_in_8_bits_take_fewer_bytes_approximate_and_are_found_by_nobody_else(tmp_path):
-    checkpoint = read_checkpoint(write_llama(tmp_path / "llama"))
+def test_blocks_in_8_bits_take_fewer_bytes_approximate_and_are_found_by_nobody_else(tiny_llama, tmp_path):
+    checkpoint = read_checkpoint(tiny_llama)
 
     def engine(disk_dtype):
         options = KeyValueOptions(2**24, folder=tmp_path / "kv", disk_dtype=disk_dtype)

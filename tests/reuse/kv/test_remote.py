@@ -3,12 +3,8 @@
 import threading
 
 import pytest
-import torch
-from core_decoders import write_llama
 from kv_models import assert_same, plain, prefix_key, random_ids, run, settled, store_of
 
-from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.models import load_model
 from attncache_core.reuse.kv.block_file import BlockFormat
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.info import key_value_info
@@ -60,11 +56,6 @@ class Values:
         self.asked.append("close")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
-
-
 @pytest.fixture
 def open_store(model, tmp_path):
     """Open stores of several machines, which share `values`; folder: the disk of one of them."""
@@ -80,6 +71,15 @@ def open_store(model, tmp_path):
     yield open_one
     for store in opened:
         store.close()
+
+
+def saved(model, open_store):
+    """Save a sequence on another machine: the values, the first 64 token ids, and the outputs."""
+    values, ids = Values(), random_ids(64)
+    first = open_store(values)
+    expected = run(model, first, [[*ids, 5]]).outputs
+    settled(first)
+    return values, ids, expected
 
 
 @pytest.mark.parametrize("folder", [None, "kv"])
@@ -111,17 +111,14 @@ def test_another_machine_gets_what_was_saved_exactly_and_once(model, open_store,
 def test_other_bytes_under_the_name_of_a_block_are_refused_removed_counted_and_computed(
     model, open_store, part
 ):
-    values, ids = Values(), random_ids(64)
-    first = open_store(values)
-    expected = run(model, first, [[*ids, 5]]).outputs
-    settled(first)
+    values, ids, expected = saved(model, open_store)
     names = [name.key.hex() for name in prefix_key(ids).names]
-    saved = dict(values.known)
+    before = dict(values.known)
     if part < 0:  # the whole block of another name
-        values.known[names[1]] = saved[names[2]]
+        values.known[names[1]] = before[names[2]]
     else:
-        content = bytearray(saved[names[1]])
-        content[BlockFormat(first.layout.part_bytes).offsets[part] + 3] ^= 1
+        content = bytearray(before[names[1]])
+        content[BlockFormat(block_layout(model).part_bytes).offsets[part] + 3] ^= 1
         values.known[names[1]] = bytes(content)
     store = open_store(values)
     for _ in range(2):
@@ -129,17 +126,14 @@ def test_other_bytes_under_the_name_of_a_block_are_refused_removed_counted_and_c
     assert store.transfers.remote.counts.damaged == 1
     assert (store.counts.recomputed_tokens > 0) == (part >= 0)
     settled(store)
-    assert values.known == saved  # computed and saved again
+    assert values.known == before  # computed and saved again
 
 
 @pytest.mark.parametrize(
     "fails", [{"heads"}, {"get"}, {"put", "contains"}, {"heads", "get", "put", "contains"}]
 )
 def test_values_that_cannot_be_had_are_computed_and_counted(model, open_store, fails):
-    values, ids = Values(), random_ids(64)
-    first = open_store(values)
-    expected = run(model, first, [[*ids, 5]]).outputs
-    settled(first)
+    values, ids, expected = saved(model, open_store)
     values.fails = fails
     store = open_store(values)
     assert_same(model, run(model, store, [[*ids, 5]]).outputs, expected)
@@ -151,10 +145,7 @@ def test_values_that_cannot_be_had_are_computed_and_counted(model, open_store, f
 
 
 def test_a_block_that_leaves_between_question_and_reading_is_computed(model, open_store):
-    values, ids = Values(), random_ids(64)
-    first = open_store(values)
-    expected = run(model, first, [[*ids, 5]]).outputs
-    settled(first)
+    values, ids, expected = saved(model, open_store)
     store = open_store(values)
     heads = values.heads
 
@@ -171,10 +162,7 @@ def test_a_block_that_leaves_between_question_and_reading_is_computed(model, ope
 
 def test_a_value_that_is_read_for_too_long_is_given_up(model, open_store, monkeypatch):
     monkeypatch.setattr("attncache_core.reuse.kv.remote._MAX_READ_SECONDS", 0.0)
-    values, ids = Values(), random_ids(64)
-    first = open_store(values)
-    expected = run(model, first, [[*ids, 5]]).outputs
-    settled(first)
+    values, ids, expected = saved(model, open_store)
     store = open_store(values)
     assert_same(model, run(model, store, [[*ids, 5]]).outputs, expected)
     assert "get" not in values.asked

@@ -7,24 +7,16 @@ import time
 
 import numpy as np
 import pytest
-import torch
-from core_decoders import write_llama
+from core_models import flip
 from kv_models import assert_same, computed_by, plain, prefix_key, random_ids, run, settled, store_of
 
-from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
-from attncache_core.models import load_model
 from attncache_core.reuse.kv.block_file import OpenBlock
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.transfer import Transfers
 
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
 
 
 @pytest.fixture
@@ -132,15 +124,14 @@ def test_a_changed_byte_is_recomputed_counted_and_never_used(model, open_store, 
     store = open_store()
     key = names[1].key.hex()
     path = tmp_path / "kv" / key[:2] / f"{key}.kv"
-    content = bytearray(path.read_bytes())
-    content[len(content) - sum(layout.part_bytes[part:]) + 3] ^= 1
-    path.write_bytes(content)
+    flip(path, 3 - sum(layout.part_bytes[part:]))
+    damaged = path.read_bytes()
     for _ in range(2):
         assert_same(model, run(model, store, [[*ids, 5]]).outputs, expected)
     assert store.transfers.disk.counts.damaged == 1
     assert store.counts.recomputed_tokens > 0
     settled(store)
-    assert path.read_bytes() != bytes(content)  # it was computed and saved again
+    assert path.read_bytes() != damaged  # it was computed and saved again
 
 
 def test_a_full_disk_loses_nothing_but_the_save(model, open_store, monkeypatch):
@@ -247,9 +238,7 @@ def test_a_damaged_block_is_not_fetched(model, open_store):
     run(model, open_store(), [ids])
     store = open_store()
     path = next(store.transfers.disk._folder.rglob("*.kv"))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path, -1)
     store.fetch(prefix_key(ids))
     assert store.lookup(prefix_key(ids)).memory == 0
     settled(store)

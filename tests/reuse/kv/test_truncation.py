@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from core_decoders import write_llama
 from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_ids, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -12,9 +11,8 @@ from attncache_core.reuse.kv.key_value_reuse import store_truncated, truncated_s
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    checkpoint = read_checkpoint(write_llama(tmp_path_factory.mktemp("llama")))
-    return pooled_by(load_model(checkpoint, torch.float32), "lasttoken")
+def model(tiny_llama):
+    return pooled_by(load_model(read_checkpoint(tiny_llama), torch.float32), "lasttoken")
 
 
 def slots_of(store, sequence):
