@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from core_models import VOCABULARY, flip, write_json, write_model, write_sentence_transformer, write_tokenizer
 from core_reference import FLOAT32
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from attncache_core.checkpoints import checkpoint as checkpoint_module

@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, random_text
+from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, prefill, random_sequences, random_text
+from core_reference import reference_logits
 from families import ENCODERS, SIZES, write_family
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
