@@ -127,7 +127,7 @@ class ServiceState:
         self._findings = _shared_findings(settings)
         parts = [part for part in (self._of_all, self._findings) if part is not None]
         if parts:
-            self.metrics.watch_shared(lambda: any(part.is_away() for part in parts))
+            self.metrics.follow(self.metrics.shared_away, lambda: any(part.is_away() for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
         if self._of_all is not None and settings.shared_for("sessions"):
@@ -143,7 +143,7 @@ class ServiceState:
         self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
         self.answers = ByteBudget(settings.max_inflight_bytes, "answers that clients have not read yet")
         self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
-        self.metrics.watch_overdue(lambda: self.watchdog.overdue_seconds)
+        self.metrics.follow(self.metrics.overdue_seconds, lambda: self.watchdog.overdue_seconds)
         # None: no text is kept.
         self.sampling = (
             Sampling(settings.sample_texts, settings.sample_half_life_hours, self.metrics)
@@ -240,7 +240,7 @@ class ServiceState:
                         return
                     continue
                 if isinstance(loaded, FetchFailed):
-                    self.metrics.database_fetch_failed()
+                    self.metrics.fetch_failures.inc()
                     continue
                 if isinstance(loaded, str):
                     self.preparing = loaded
@@ -302,8 +302,12 @@ class ServiceState:
         if self.group is not None:
             self.group.verifier, self.group.is_serving = verifier, True
         batcher = self._serving.batcher
-        self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
-        self.metrics.watch_batcher(lambda: batcher.waiting_tokens, lambda: batcher.kept_bytes)
+        self.metrics.watch(
+            engine.info,
+            lambda: batcher.waiting_sequences,
+            lambda: batcher.waiting_tokens,
+            lambda: batcher.kept_bytes,
+        )
 
     def _verifier(self, engine: PrefillEngine) -> LaterVerifier[Any] | None:
         rate = self.settings.verify_rate
@@ -340,7 +344,7 @@ def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
     # Here, because without --shared nothing of it is imported.
     from service.shared.store import SharedStores
 
-    return SharedStores(address, metrics.observe_shared_failure)
+    return SharedStores(address, lambda use: metrics.shared_failures.labels(use).inc())
 
 
 def _shared_findings(settings: Settings) -> FindingsOfAll | None:

@@ -207,7 +207,7 @@ class Batcher:
             made = request.next_part(self._runner.engine, self._limits.request_tokens)
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
-            self._metrics.observe_tokenize(seconds)
+            self._metrics.tokenize_seconds.observe(seconds)
             return self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:

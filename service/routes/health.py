@@ -147,7 +147,7 @@ async def metrics(call: CurrentCall) -> Response:
     state, names = call.state, call.query_params.getlist("name[]")
     # The metrics of workers do not depend on their store.
     with suppress(StoreUnavailable):
-        state.metrics.observe_sessions(await state.sessions.count())
+        state.metrics.sessions.set(await state.sessions.count())
     # In a thread, because writing hundreds of lines would block the event loop.
     content = await asyncio.to_thread(state.metrics.render, names)
     return Response(content, media_type=CONTENT_TYPE_LATEST)

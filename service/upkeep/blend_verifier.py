@@ -94,7 +94,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
         if current and (shortfall := self._verified.add(window, current)):
             self._tighten(gate, shortfall)
             # Counted last, so that whoever sees the count finds the gate tightened and kept.
-            self._metrics.observe_budget_failure()
+            self._metrics.budget_failures.inc()
 
     def _fidelities(self, measure: Measure, hits: list[_Blended], full: np.ndarray) -> list[float]:
         """Return the measure of each hit. full: exact outputs, float32 [hits, dimensions]."""

@@ -45,4 +45,4 @@ class Scrubber:
     def _report(self, changed: int) -> None:
         if changed:
             logger.warning("records changed after they were checked, and are no longer used: %d", changed)
-            self._metrics.observe_changed_records(changed)
+            self._metrics.corrupt_records.inc(changed)

@@ -150,8 +150,7 @@ class Verifier(LaterVerifier[_Hit]):
         if self._unkept >= _KEPT_TOGETHER:
             self._keep()
         # Counted last, so that whoever sees the count finds the policy tightened and kept.
-        for _ in range(failures):
-            self._metrics.observe_budget_failure()
+        self._metrics.budget_failures.inc(failures)
 
     def _tighten(self, window: Window, shortfall: Shortfall) -> None:
         self._reuse.tighten(None if window.band is Band.UNUSUAL else window.place)

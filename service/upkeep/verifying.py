@@ -129,7 +129,7 @@ class LaterVerifier(ABC, Generic[H]):
         # A panic in compiled code is not an Exception, and serving must go on.
         except BaseException as error:
             log_failure(logger, "verifying hits failed", error)
-            self._metrics.observe_unverified(len(hits))
+            self._metrics.unverified.inc(len(hits))
         finally:
             self._verifying.release()
 
@@ -140,7 +140,7 @@ class LaterVerifier(ABC, Generic[H]):
             surplus = max(0, len(self._pending) - _MAX_PENDING)
             for _ in range(surplus):
                 self._pending.popleft()
-        self._metrics.observe_unverified(surplus)
+        self._metrics.unverified.inc(surplus)
 
     def _keep_pending(self, is_current: Callable[[H], bool]) -> None:
         """Drop the pending hits for which `is_current` is false."""
@@ -148,7 +148,7 @@ class LaterVerifier(ABC, Generic[H]):
             current = deque(hit for hit in self._pending if is_current(hit))
             dropped = len(self._pending) - len(current)
             self._pending = current
-        self._metrics.observe_unverified(dropped)
+        self._metrics.unverified.inc(dropped)
 
     def _take(self) -> list[H]:
         taken: list[H] = []

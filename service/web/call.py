@@ -184,7 +184,7 @@ class Call:
         try:
             self.is_in_quota = await holder.use.begin()
         except QuotaExceeded as error:
-            self.state.metrics.observe_quota_refusal(holder.name, error.quota)
+            self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise
 
     def reuse_requested(self) -> bool:

@@ -33,7 +33,7 @@ from service.settings import Settings
 from service.state import Loaded, Pause, ServiceState
 from service.upkeep.garbage import look_at_requests_only
 from service.upkeep.group import Worker
-from service.web.connection import Connection, ConnectionLimits, Connections
+from service.web.connection import Connection, Connections
 from service.web.listeners import Listener, load_certificate
 from service.workers.acceptor import Acceptor
 
@@ -128,25 +128,21 @@ class Server(uvicorn.Server):
         """is_alone: whether no other process has these listeners."""
         super().__init__(_uvicorn_config(app))
         state: ServiceState = app.state.service
-        limits = ConnectionLimits(
-            settings.max_connections,
-            settings.header_seconds,
-            settings.body_seconds,
-            settings.write_seconds,
-            settings.keep_alive_seconds,
-        )
         self._listeners = listeners
         self._is_alone = is_alone
-        self._of_listeners = [
-            Connections(listener.name, limits, state.metrics.observe_cut, lambda: state.answers.is_half_taken)
-            for listener in listeners
-        ]
+        self._of_listeners = [Connections(listener.name, state) for listener in listeners]
         for connections in self._of_listeners:
-            state.metrics.watch_connections(connections.name, connections.count)
+            state.metrics.follow(state.metrics.connections.labels(connections.name), connections.count)
         self._state = state
         self._drain_seconds, self._delay_seconds = settings.drain_seconds, settings.drain_delay_seconds
         self._drain_at = 0.0  # by time.monotonic, from the first signal on
-        self._between_checks = min(_SECONDS_BETWEEN_CHECKS, *(seconds / 2 for seconds in limits.seconds()))
+        self._between_checks = min(
+            _SECONDS_BETWEEN_CHECKS,
+            settings.header_seconds / 2,
+            settings.body_seconds / 2,
+            settings.write_seconds / 2,
+            settings.keep_alive_seconds / 2,
+        )
         self._checked_at = 0.0
         self._hangup = False
         self._guard: threading.Timer | None = None  # from the first signal on
@@ -265,9 +261,6 @@ class Server(uvicorn.Server):
             self._check_connections()
             await asyncio.sleep(_TICK_SECONDS)
 
-    def _is_drained(self) -> bool:
-        return not self.server_state.tasks and not self._is_receiving()
-
     async def _answer_last(self) -> None:
         """Answer what arrives on connections that were accepted just before the listeners were closed."""
         deadline = asyncio.get_running_loop().time() + _CUT_SECONDS
@@ -276,8 +269,9 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_ARRIVING_SECONDS)
         await self._drain(_CUT_SECONDS)
 
-    def _is_receiving(self) -> bool:
-        return self._is_opening() or not all(connection.is_idle for connection in self._connections())
+    def _is_drained(self) -> bool:
+        is_idle = all(connection.is_idle for connection in self._connections())
+        return is_idle and not self.server_state.tasks and not self._is_opening()
 
     def _is_opening(self) -> bool:
         """Return whether a connection was accepted of which `_connections` does not know yet."""
