@@ -196,6 +196,10 @@ class Call:
             raise InvalidInput(f"{REUSE_HEADER} must be on or off", field=REUSE_HEADER)
         return value.lower() == "on"
 
+    def truncates(self, truncate: bool | None) -> bool:
+        """Return whether texts that are too long are cut. truncate: of the body; None: as the server does."""
+        return self.state.settings.truncate if truncate is None else truncate
+
     def salt(self, cache_salt: str | None = None) -> bytes:
         """Return what separates requests: the namespace of the client, and the salt of the body."""
         return self.client.namespace + (cache_salt or "").encode()
