@@ -149,6 +149,8 @@ class MethodNotAllowed(AttnCacheError):
 class TryLater(AttnCacheError):
     """The request is valid and may succeed after `retry_after_seconds`."""
 
+    status = 503
+
     def __init__(self, message: str, *, retry_after_seconds: int) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
@@ -177,35 +179,30 @@ class NotReady(TryLater):
     """The model or its database is still loading."""
 
     code = "not_ready"
-    status = 503
 
 
 class TooManyConnections(TryLater):
     """The server has as many connections as `--max-connections` allows."""
 
     code = "too_many_connections"
-    status = 503
 
 
 class ShuttingDown(TryLater):
     """The server is ending. Send the request to another server."""
 
     code = "shutting_down"
-    status = 503
 
 
 class Stuck(TryLater):
     """A batch, or the event loop, has taken longer than `--stuck-seconds`. The log has the stacks."""
 
     code = "stuck"
-    status = 503
 
 
 class StoreUnavailable(TryLater):
     """With several workers: what they share, such as histories of sessions, cannot be read or written."""
 
     code = "store_unavailable"
-    status = 503
 
 
 class SharedUnavailable(StoreUnavailable):
@@ -218,7 +215,6 @@ class WorkerUnavailable(TryLater):
     """With several workers: one of them has not done what an operator asks of all."""
 
     code = "worker_unavailable"
-    status = 503
 
 
 class DeadlineExceeded(AttnCacheError):

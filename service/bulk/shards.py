@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ class ShardWorker:
         about = StoredObject(shard.name, shard.size, shard.etag)
         with folder.open(shard.name, about) as file:
             where = folder.url_of(shard.name)
-            part = _Part(ParquetRows(file, where, self._work.column, shard.group, shard.first), shard)
+            part = ParquetRows(file, where, self._work.column, shard.group, shard.first, shard.rows)
             numbers = np.empty((shard.rows, self._task.width), np.float32)
             done = 0
             with Computing(self._engine, self._task, self._work.batch_tokens) as computing:
@@ -134,23 +133,6 @@ class ShardWorker:
                         field="input",
                     ) from bad
         self._output.put(output, as_parquet(numbers, self._task.labels))
-
-
-class _Part:
-    """The rows of a shard."""
-
-    def __init__(self, rows: ParquetRows, shard: Shard) -> None:
-        self._rows, self._shard = rows, shard
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return islice(iter(self._rows), self._shard.rows)
-
-    def place(self, number: int) -> str:
-        return self._rows.place(number)
-
-    @property
-    def share(self) -> float:
-        return 0.0
 
 
 def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
