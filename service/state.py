@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.access.keys import key_ring
@@ -267,7 +267,7 @@ class ServiceState:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, *arguments)
 
-    def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
+    def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         if self._ended.is_set():  # nobody would stop what starts here
             return
         scrubber = Scrubber(engine.map_reuse.search.store, self.metrics) if engine.map_reuse else None
@@ -309,7 +309,7 @@ class ServiceState:
             lambda: batcher.kept_bytes,
         )
 
-    def _verifier(self, engine: PrefillEngine) -> LaterVerifier[Any] | None:
+    def _verifier(self, engine: PrefillEngine) -> LaterVerifier | None:
         rate = self.settings.verify_rate
         if rate == 0 or (engine.map_reuse is None and engine.blending.gate is None):
             return None
