@@ -151,7 +151,7 @@ class TryLater(AttnCacheError):
 
     status = 503
 
-    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
@@ -283,6 +283,13 @@ def rename(error: AttnCacheError, field: str | None) -> None:
 def log_failure(logger: logging.Logger, event: str, error: BaseException) -> None:
     """Log an unexpected exception with its stack, without its message, which may quote a user's text."""
     logger.error("%s: %s", event, stack_without_values(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an expected error, and of others where they come from."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, AttnCacheError) else stack_without_values(error)
 
 
 def stack_without_values(error: BaseException) -> str:

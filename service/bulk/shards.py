@@ -27,7 +27,7 @@ from service.bulk.chunks import ChunkReader
 from service.bulk.computing import BadText, Computing, Task
 from service.bulk.formats import as_parquet, check_labels
 from service.bulk.rows import ParquetRows
-from service.errors import stack_without_values
+from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
 
 SHARD_ROWS = 100_000
@@ -108,10 +108,8 @@ class ShardWorker:
         """Compute a shard and write its output, or return why this is not possible."""
         try:
             self._compute(shard, output)
-        except (AttnCacheError, OSError) as error:
-            return reason_of(error)
         except Exception as error:
-            return stack_without_values(error)
+            return reason_of(error)
         return None
 
     def _compute(self, shard: Shard, output: str) -> None:
@@ -168,11 +166,6 @@ def outputs_in(folder: ObjectFolder) -> set[bytes]:
 def digest_of(output: str) -> bytes:
     """Return the digest in the name of an output."""
     return bytes.fromhex(output.partition(".")[0])
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the message of an expected error."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it

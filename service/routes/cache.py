@@ -241,7 +241,6 @@ async def drop(call: CurrentCall) -> Response:
         raise StoreUnavailable(
             "keys and values were dropped from memory, but not all from --kv-dir and the shared store; see "
             "the log, and send the request again",
-            retry_after_seconds=1,
         )
     return json_response({"blocks": blocks + sum(other.blocks for other in others)})
 
@@ -363,7 +362,6 @@ async def _of_other_workers(
     if not all(answers):
         raise WorkerUnavailable(
             "not all worker processes of the server have done this; send the request again",
-            retry_after_seconds=1,
         )
     return [kind.model_validate_json(answer) for answer in answers]
 

@@ -116,7 +116,7 @@ async def ready(call: CurrentCall) -> Ready:
     if state.group is not None and not state.group.worker.all_have_been_ready():
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
     if state.draining:
-        raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)
+        raise ShuttingDown("the server finishes its requests and ends")
     if state.watchdog.condition is not Condition.FINE:
         raise _stuck(state.watchdog.stuck_seconds)
     return Ready()
