@@ -96,7 +96,6 @@ class ByteBudget:
             raise QueueFull(
                 f"{self.taken} bytes of {self._kept} are kept, and at most {self.maximum} may be; send the "
                 "request again later",
-                retry_after_seconds=1,
             )
         self.taken += count
 

@@ -169,7 +169,7 @@ class Batcher:
         request.timing.queued_at = time.perf_counter()
         with self._closing:
             if self._is_closed:
-                raise ShuttingDown("the server is ending", retry_after_seconds=1)
+                raise ShuttingDown("the server is ending")
             if self._answer_at_once(request):
                 return future
             self._start(self._queue.add(request))

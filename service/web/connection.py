@@ -378,10 +378,7 @@ class Connection(HttpToolsProtocol):
         if answering is not None:
             answering.disconnected = True
             answering.message_event.set()
-        self._linger()
-
-    def _linger(self) -> None:
-        """Close the connection when the client has closed its side, or soon."""
+        # Close the connection when the client has closed its side, or soon.
         self._closing_since = self.loop.time()
         self._responses.flush()
         if self.transport.can_write_eof():
@@ -396,9 +393,7 @@ def _late(what: str, seconds: float) -> RequestTimeout:
 
 
 def _too_many_connections(maximum: int) -> TooManyConnections:
-    return TooManyConnections(
-        f"the server has {maximum} connections, and accepts no more at present", retry_after_seconds=1
-    )
+    return TooManyConnections(f"the server has {maximum} connections, and accepts no more at present")
 
 
 def _on_the_wire(response: Response) -> bytes:
