@@ -395,6 +395,7 @@ def documented_parameter(
     return {"name": name, "in": place, "required": False, "description": description, "schema": schema}
 
 
+# The first one is documented for routes that reuse something only.
 _PARAMETERS = [
     documented_parameter(
         REUSE_HEADER,
