@@ -45,23 +45,6 @@ class _Counted:
 class FairOrder(Generic[T]):
     """Items of flows in the order of their service; each flow is such an order too. Not thread safe."""
 
-    __slots__ = (
-        "_at_once",
-        "_children",
-        "_counted",
-        "_direct",
-        "_direct_cost",
-        "_heap",
-        "_now",
-        "_numbers",
-        "_served",
-        "_time",
-        "_turn",
-        "_waiting",
-        "cost",
-        "count_of_items",
-    )
-
     def __init__(self, at_once: int = 0, time: float = 0) -> None:
         """at_once: the most that a flow is charged for parts of an item before the next flow is served.
 
