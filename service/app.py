@@ -9,26 +9,107 @@ from functools import partial
 from fastapi import FastAPI
 
 from attncache_core.version import __version__
-from service.routes import cache, classify, embed, explain, health, page
-from service.routes.openai import classify as openai_classify
-from service.routes.openai import embeddings, models
-from service.routes.tei import embed_all, predict, rerank, root, similarity, tokens
+from service.routes import cache, explain, health, page
+from service.routes.classify import classify
+from service.routes.common import InferenceRoute
+from service.routes.embed import embed
+from service.routes.openai import models
+from service.routes.openai.classify import ClassificationRequest, Classifications, create_classifications
+from service.routes.openai.embeddings import create_embeddings
+from service.routes.openai.schemas import OPENAI, Embeddings, EmbeddingsRequest
+from service.routes.tei.embed_all import embed_all
+from service.routes.tei.predict import predict
+from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
+from service.routes.tei.root import TaskRequest, task
+from service.routes.tei.schemas import (
+    TEI,
+    DecodeRequest,
+    EmbedAllRequest,
+    PredictRequest,
+    SimilarityRequest,
+    SimpleToken,
+    TeiErrorBody,
+    TokenizeRequest,
+)
+from service.routes.tei.similarity import similarity
+from service.routes.tei.tokens import decode, tokenize
+from service.schemas import ClassifyRequest, EmbedRequest, LabelScore
 from service.settings import Settings
 from service.state import Loaded, ServiceState
 from service.upkeep.group import Worker
 from service.web.front import Front
 
+_RANKED = list[Rank] | Ranked
+_SAYS_RANKED = "The documents, best first: a list for texts, and an object with results for documents."
+_TEI_WITH_MODELS = TEI._replace(errors=TEI.errors | {404: {**OPENAI.errors[404], "model": TeiErrorBody}})
+# The routes that compute, in the order of the documentation.
 INFERENCE_ROUTES = (
-    *embed.ROUTES,
-    *classify.ROUTES,
-    *embeddings.ROUTES,
-    *rerank.ROUTES,
-    *embed_all.ROUTES,
-    *similarity.ROUTES,
-    *predict.ROUTES,
-    *tokens.ROUTES,
-    *root.ROUTES,
-    *openai_classify.ROUTES,
+    InferenceRoute("/embed", embed, EmbedRequest, list[list[float]], "One embedding per input."),
+    InferenceRoute(
+        "/classify",
+        classify,
+        ClassifyRequest,
+        list[list[LabelScore]],
+        "For each input the labels, best first.",
+    ),
+    InferenceRoute(
+        "/v1/embeddings",
+        create_embeddings,
+        EmbeddingsRequest,
+        Embeddings,
+        "One embedding per input, in the order of the inputs.",
+        OPENAI,
+    ),
+    InferenceRoute("/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, _TEI_WITH_MODELS),
+    InferenceRoute("/v1/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, OPENAI),
+    InferenceRoute("/v2/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, OPENAI),
+    InferenceRoute(
+        "/embed_all",
+        embed_all,
+        EmbedAllRequest,
+        list[list[list[float]]],
+        "For each input, an embedding of each token.",
+        TEI,
+    ),
+    InferenceRoute(
+        "/similarity", similarity, SimilarityRequest, list[float], "One cosine per sentence.", TEI
+    ),
+    InferenceRoute(
+        "/predict",
+        predict,
+        PredictRequest,
+        list[LabelScore] | list[list[LabelScore]],
+        "The labels, best first: a list for one text or pair, and a list of lists for a list of them.",
+        TEI,
+    ),
+    InferenceRoute(
+        "/tokenize",
+        tokenize,
+        TokenizeRequest,
+        list[list[SimpleToken]],
+        "The tokens of each text.",
+        TEI,
+        reuses=False,
+    ),
+    InferenceRoute(
+        "/decode", decode, DecodeRequest, list[str], "One text per list of token ids.", TEI, reuses=False
+    ),
+    InferenceRoute(
+        "/",
+        task,
+        TaskRequest,
+        list[list[float]] | list[float] | list[LabelScore] | list[list[LabelScore]] | _RANKED,
+        "What the route for the task answers.",
+        TEI,
+    ),
+    InferenceRoute(
+        "/v1/classify",
+        create_classifications,
+        ClassificationRequest,
+        Classifications,
+        "The classes of each input, in the order of the inputs.",
+        OPENAI,
+    ),
 )
 
 

@@ -149,7 +149,9 @@ class MethodNotAllowed(AttnCacheError):
 class TryLater(AttnCacheError):
     """The request is valid and may succeed after `retry_after_seconds`."""
 
-    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+    status = 503
+
+    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
@@ -177,35 +179,30 @@ class NotReady(TryLater):
     """The model or its database is still loading."""
 
     code = "not_ready"
-    status = 503
 
 
 class TooManyConnections(TryLater):
     """The server has as many connections as `--max-connections` allows."""
 
     code = "too_many_connections"
-    status = 503
 
 
 class ShuttingDown(TryLater):
     """The server is ending. Send the request to another server."""
 
     code = "shutting_down"
-    status = 503
 
 
 class Stuck(TryLater):
     """A batch, or the event loop, has taken longer than `--stuck-seconds`. The log has the stacks."""
 
     code = "stuck"
-    status = 503
 
 
 class StoreUnavailable(TryLater):
     """With several workers: what they share, such as histories of sessions, cannot be read or written."""
 
     code = "store_unavailable"
-    status = 503
 
 
 class SharedUnavailable(StoreUnavailable):
@@ -218,7 +215,6 @@ class WorkerUnavailable(TryLater):
     """With several workers: one of them has not done what an operator asks of all."""
 
     code = "worker_unavailable"
-    status = 503
 
 
 class DeadlineExceeded(AttnCacheError):
@@ -287,6 +283,13 @@ def rename(error: AttnCacheError, field: str | None) -> None:
 def log_failure(logger: logging.Logger, event: str, error: BaseException) -> None:
     """Log an unexpected exception with its stack, without its message, which may quote a user's text."""
     logger.error("%s: %s", event, stack_without_values(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an expected error, and of others where they come from."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, AttnCacheError) else stack_without_values(error)
 
 
 def stack_without_values(error: BaseException) -> str:

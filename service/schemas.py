@@ -125,10 +125,14 @@ Dimensions = Annotated[
 Name = Annotated[str, Field(max_length=256), AfterValidator(checked_text)]
 
 
-class InferenceRequest(BaseModel):
-    """The fields that the bodies of all inference requests have: `inputs`, or a turn of a conversation."""
+class Body(BaseModel):
+    """The body of a request, or an object in it: of exact types, and with known fields only."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class InferenceRequest(Body):
+    """The fields that the bodies of all inference requests have: `inputs`, or a turn of a conversation."""
 
     inputs: TextsOrIds | None = Field(
         None,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.access.keys import key_ring
@@ -96,7 +96,6 @@ class ByteBudget:
             raise QueueFull(
                 f"{self.taken} bytes of {self._kept} are kept, and at most {self.maximum} may be; send the "
                 "request again later",
-                retry_after_seconds=1,
             )
         self.taken += count
 
@@ -127,7 +126,7 @@ class ServiceState:
         self._findings = _shared_findings(settings)
         parts = [part for part in (self._of_all, self._findings) if part is not None]
         if parts:
-            self.metrics.watch_shared(lambda: any(part.is_away() for part in parts))
+            self.metrics.follow(self.metrics.shared_away, lambda: any(part.is_away() for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
         if self._of_all is not None and settings.shared_for("sessions"):
@@ -143,7 +142,7 @@ class ServiceState:
         self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
         self.answers = ByteBudget(settings.max_inflight_bytes, "answers that clients have not read yet")
         self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
-        self.metrics.watch_overdue(lambda: self.watchdog.overdue_seconds)
+        self.metrics.follow(self.metrics.overdue_seconds, lambda: self.watchdog.overdue_seconds)
         # None: no text is kept.
         self.sampling = (
             Sampling(settings.sample_texts, settings.sample_half_life_hours, self.metrics)
@@ -240,7 +239,7 @@ class ServiceState:
                         return
                     continue
                 if isinstance(loaded, FetchFailed):
-                    self.metrics.database_fetch_failed()
+                    self.metrics.fetch_failures.inc()
                     continue
                 if isinstance(loaded, str):
                     self.preparing = loaded
@@ -267,7 +266,7 @@ class ServiceState:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, *arguments)
 
-    def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
+    def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         if self._ended.is_set():  # nobody would stop what starts here
             return
         scrubber = Scrubber(engine.map_reuse.search.store, self.metrics) if engine.map_reuse else None
@@ -302,10 +301,14 @@ class ServiceState:
         if self.group is not None:
             self.group.verifier, self.group.is_serving = verifier, True
         batcher = self._serving.batcher
-        self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
-        self.metrics.watch_batcher(lambda: batcher.waiting_tokens, lambda: batcher.kept_bytes)
+        self.metrics.watch(
+            engine.info,
+            lambda: batcher.waiting_sequences,
+            lambda: batcher.waiting_tokens,
+            lambda: batcher.kept_bytes,
+        )
 
-    def _verifier(self, engine: PrefillEngine) -> LaterVerifier[Any] | None:
+    def _verifier(self, engine: PrefillEngine) -> LaterVerifier | None:
         rate = self.settings.verify_rate
         if rate == 0 or (engine.map_reuse is None and engine.blending.gate is None):
             return None
@@ -340,7 +343,7 @@ def _shared_stores(settings: Settings, metrics: Metrics) -> SharedStores | None:
     # Here, because without --shared nothing of it is imported.
     from service.shared.store import SharedStores
 
-    return SharedStores(address, metrics.observe_shared_failure)
+    return SharedStores(address, lambda use: metrics.shared_failures.labels(use).inc())
 
 
 def _shared_findings(settings: Settings) -> FindingsOfAll | None:

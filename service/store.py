@@ -229,7 +229,6 @@ class SqliteStore:
         return StoreUnavailable(
             f"the file that the server's worker processes share cannot be used ({self._why}); "
             "send the request again",
-            retry_after_seconds=1,
         )
 
 

@@ -174,25 +174,21 @@ class QuotaUse:
         return False
 
 
+@dataclass(slots=True, eq=False)
 class _Change:
     """A change of what is used, which may be refused."""
 
-    __slots__ = ("_count", "error", "in_flight", "is_counted", "is_done")
-
-    def __init__(self, count: Callable[[_Used], None], in_flight: int) -> None:
-        """count: changes what is used. Raises QuotaExceeded, and then changes nothing.
-
-        in_flight: how many more requests are in flight then.
-        """
-        self._count, self.in_flight = count, in_flight
-        self.error: QuotaExceeded | None = None
-        self.is_done = self.is_counted = False
+    count: Callable[[_Used], None]  # raises QuotaExceeded, and then changes nothing
+    in_flight: int  # how many more requests are in flight then
+    error: QuotaExceeded | None = None
+    is_done: bool = False
+    is_counted: bool = False
 
     def apply(self, used: _Used, process: str, ends_at: float) -> bool:
         """Change what is used. Returns False, and keeps the error, if that is refused."""
         self.error = None
         try:
-            self._count(used)
+            self.count(used)
         except QuotaExceeded as error:
             self.error = error
         else:
@@ -200,15 +196,13 @@ class _Change:
         return self.error is None
 
 
+@dataclass(slots=True)
 class _Bucket:
     """A bucket that is refilled all the time, up to the amount of a minute."""
 
-    __slots__ = ("level", "per_minute", "refilled_at")
-
-    def __init__(self, per_minute: int, level: float, refilled_at: float) -> None:
-        self.per_minute = per_minute
-        self.level = level
-        self.refilled_at = refilled_at
+    per_minute: int
+    level: float
+    refilled_at: float
 
     def refill(self, now: float) -> None:
         # The clocks of two machines may differ. The time never goes back, because the same seconds would be
@@ -239,16 +233,13 @@ class _Stored(BaseModel):
     in_flight: dict[str, tuple[int, FiniteFloat]] = {}
 
 
+@dataclass(slots=True)
 class _Used:
     """What a key has used: two buckets, and the requests in flight of each process."""
 
-    __slots__ = ("in_flight", "requests", "tokens")
-
-    def __init__(
-        self, requests: _Bucket | None, tokens: _Bucket | None, in_flight: dict[str, tuple[int, float]]
-    ) -> None:
-        """in_flight: by process, how many, and when the last of them has ended at the latest."""
-        self.requests, self.tokens, self.in_flight = requests, tokens, in_flight
+    requests: _Bucket | None
+    tokens: _Bucket | None
+    in_flight: dict[str, tuple[int, float]]  # by process, how many, and when the last has ended at the latest
 
     @classmethod
     def read(cls, content: bytes | None, quotas: Quotas, now: float) -> _Used:

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class BatchRunner:
     def __init__(
         self,
         engine: PrefillEngine,
-        verifier: LaterVerifier[Any] | None,
+        verifier: LaterVerifier | None,
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
@@ -68,11 +67,11 @@ class BatchRunner:
         return self._serving[0]
 
     @property
-    def verifier(self) -> LaterVerifier[Any] | None:
+    def verifier(self) -> LaterVerifier | None:
         """The verifier of the engine's hits; None if hits are not verified."""
         return self._serving[1]
 
-    def replace(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
+    def replace(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         """Use another engine and its verifier from the next batch on."""
         # One assignment, because another thread must not see the engine without its verifier.
         self._serving = engine, verifier

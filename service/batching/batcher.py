@@ -23,7 +23,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 from attncache_core import InvalidInput, PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
@@ -32,7 +31,7 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
-from service.batching.pending_request import Batch, PendingRequest, Slice
+from service.batching.pending_request import PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source, Texts
@@ -58,7 +57,7 @@ class Batcher:
         engine: PrefillEngine,
         limits: Limits,
         metrics: Metrics,
-        verifier: LaterVerifier[Any] | None = None,
+        verifier: LaterVerifier | None = None,
         *,
         result_bytes: int = 0,
         watching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -73,7 +72,14 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(limits, self._tokenize, self._give_up, self._fail, engine.parallel_runs)
+        self._queue = RequestQueue(
+            limits,
+            self._tokenize,
+            # The queue comes first, because the runner asks it what comes next.
+            lambda slices: self._runner.give_up(slices),
+            lambda batch, requests: self._runner.fail(batch, requests),
+            engine.parallel_runs,
+        )
         self._results: Results[Slice] | None = Results(result_bytes) if result_bytes else None
         self._runner = BatchRunner(
             engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
@@ -101,7 +107,7 @@ class Batcher:
         return self._results.bytes if self._results else 0
 
     @property
-    def verifier(self) -> LaterVerifier[Any] | None:
+    def verifier(self) -> LaterVerifier | None:
         """The verifier of the engine's hits; None if hits are not verified."""
         return self._runner.verifier
 
@@ -163,14 +169,14 @@ class Batcher:
         request.timing.queued_at = time.perf_counter()
         with self._closing:
             if self._is_closed:
-                raise ShuttingDown("the server is ending", retry_after_seconds=1)
+                raise ShuttingDown("the server is ending")
             if self._answer_at_once(request):
                 return future
             self._start(self._queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
         return future
 
-    def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
+    def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         """Use another engine of the same model from the next batch on, and verify its hits.
 
         Requests in the queue stay there, because both engines have the same tokens.
@@ -207,7 +213,7 @@ class Batcher:
             made = request.next_part(self._runner.engine, self._limits.request_tokens)
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
-            self._metrics.observe_tokenize(seconds)
+            self._metrics.tokenize_seconds.observe(seconds)
             return self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
@@ -216,14 +222,6 @@ class Batcher:
                 error = InternalError()
             self._runner.reject([(request, error)])
             return None
-
-    def _give_up(self, slices: Batch) -> None:
-        """Let other requests compute sequences that they expected from a request that has ended."""
-        self._runner.give_up(slices)
-
-    def _fail(self, batch: Batch, requests: list[PendingRequest]) -> None:
-        """Fail the requests of a batch that will not be run, and other requests."""
-        self._runner.fail(batch, requests)
 
     def _compute_again(self, piece: Slice) -> None:
         """Compute what its request expected from another request."""
@@ -263,7 +261,7 @@ class Batcher:
             verify = partial(self._start_verifying, verifier)
             self._loop.call_soon_threadsafe(self._loop.call_soon, verify)
 
-    def _verify_until_requests_wait(self, verifier: LaterVerifier[Any]) -> None:
+    def _verify_until_requests_wait(self, verifier: LaterVerifier) -> None:
         # If another engine thread runs, the end of its turn starts verification again.
         if not self._queue.begin_idle_turn():
             return
@@ -303,7 +301,7 @@ class Batcher:
         if self._results is not None and request.digest is not None and result.repeated == len(result):
             self._results.settle({request.digest: result})
 
-    def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
+    def _start_verifying(self, verifier: LaterVerifier) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))
 
 

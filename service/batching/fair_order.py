@@ -26,58 +26,6 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairOrder(Generic[T]):
-    """Items of flows in the order of their service. Not thread safe."""
-
-    def __init__(self, at_once: int = 0) -> None:
-        """at_once: the most that a flow is charged for parts of an item before the next flow is served."""
-        self._root: _Flow[T] = _Flow(0, at_once)
-
-    def __iter__(self) -> Iterator[T]:
-        """Iterate over all items, roughly in the order of their service."""
-        return self._root.items()
-
-    def add(self, item: T, flow: Sequence[Hashable]) -> None:
-        """Add an item behind the items of its flow. flow: from the outside in: a key, a connection."""
-        self._root.add(item, flow)
-
-    def count(self, flow: Sequence[Hashable], cost: int) -> None:
-        """Note that items of a flow cost this much more, or less if negative. The flow has had an item.
-
-        The costs of all items that were removed must come to 0.
-        """
-        self._root.count(flow, cost)
-
-    @property
-    def cost(self) -> int:
-        """The cost of all items that wait; `ahead` is at most as much."""
-        return self._root.cost
-
-    def ahead(self, flow: Sequence[Hashable], maximum: float | None = None) -> int:
-        """Return the cost that is charged, at most, before an item that is added to a flow now is served.
-
-        Each other flow counts too much, by up to what it is charged at once. Items that are added later may
-        go first if their flows did not wait yet.
-        maximum: the caller only asks whether the cost is above it; the cost is then not always counted anew.
-        """
-        return self._root.ahead(flow, maximum)
-
-    def head(self) -> T | None:
-        """Return the item to serve next, or None if there is no item."""
-        return self._root.head()
-
-    def charge(self, cost: int, left: int = 0) -> None:
-        """Charge the flow of the item that `head` returned last. left: the cost of the rest of the item.
-
-        If the rest may be served in the same turn, `head` returns the item again.
-        """
-        self._root.charge(cost, left)
-
-    def remove(self, item: T, flow: Sequence[Hashable]) -> None:
-        """Remove an item. Raises ValueError if the flow has no such item."""
-        self._root.remove(item, flow)
-
-
 @dataclass(slots=True)
 class _Counted:
     """What comes before a child without items. Until a flow is charged, it only grows."""
@@ -94,49 +42,38 @@ class _Counted:
         return at_most if is_above or is_below else None
 
 
-class _Flow(Generic[T]):
-    """Items of one flow, or flows within a flow."""
+class FairOrder(Generic[T]):
+    """Items of flows in the order of their service; each flow is such an order too. Not thread safe."""
 
-    __slots__ = (
-        "_at_once",
-        "_children",
-        "_counted",
-        "_direct",
-        "_direct_cost",
-        "_heap",
-        "_now",
-        "_numbers",
-        "_served",
-        "_waiting",
-        "cost",
-        "count_of_items",
-        "time",
-        "turn",
-    )
+    def __init__(self, at_once: int = 0, time: float = 0) -> None:
+        """at_once: the most that a flow is charged for parts of an item before the next flow is served.
 
-    def __init__(self, time: float, at_once: int) -> None:
-        self.time = time  # virtual time: grows by the cost that is charged, at the end of each turn
-        self.turn = 0  # what was charged in a turn that goes on
+        time: the virtual time at which the flow begins to wait.
+        """
+        self._time = time  # virtual time: grows by the cost that is charged, at the end of each turn
+        self._turn = 0  # what was charged in a turn that goes on
         self._at_once = at_once
-        self.cost = 0  # of all items
+        self.cost = 0  # of all items that wait; `ahead` is at most as much
         self.count_of_items = 0
         self._direct: deque[T] = deque()  # items that belong to no child
         self._direct_cost = 0
-        self._children: dict[Hashable, _Flow[T]] = {}
+        self._children: dict[Hashable, FairOrder[T]] = {}
         # Each child once, by a time that it has or had, and by when it was put there.
         self._heap: list[tuple[float, int, Hashable]] = []
         self._numbers = itertools.count()
         self._waiting = 0  # children with items
         self._now = 0.0  # the time at which a child begins to wait
         self._counted: _Counted | None = None
-        self._served: _Flow[T] | None = None  # the child whose item `head` returned
+        self._served: FairOrder[T] | None = None  # the child whose item `head` returned
 
-    def items(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over all items, roughly in the order of their service."""
         yield from self._direct
-        for child in sorted(self._children.values(), key=lambda flow: flow.time):
-            yield from child.items()
+        for child in sorted(self._children.values(), key=lambda flow: flow._time):
+            yield from child
 
     def add(self, item: T, flow: Sequence[Hashable]) -> None:
+        """Add an item behind the items of its flow. flow: from the outside in: a key, a connection."""
         self.count_of_items += 1
         if not flow:
             self._direct.append(item)
@@ -144,14 +81,18 @@ class _Flow(Generic[T]):
         name = flow[0]
         child = self._children.get(name)
         if child is None:
-            child = self._children[name] = _Flow(self._now, self._at_once)
-            heapq.heappush(self._heap, (child.time, next(self._numbers), name))
+            child = self._children[name] = FairOrder(self._at_once, self._now)
+            heapq.heappush(self._heap, (child._time, next(self._numbers), name))
         if not child.count_of_items:
             self._waiting += 1
-            child.time = max(child.time, self._now)
+            child._time = max(child._time, self._now)
         child.add(item, flow[1:])
 
     def count(self, flow: Sequence[Hashable], cost: int) -> None:
+        """Note that items of a flow cost this much more, or less if negative. The flow has had an item.
+
+        The costs of all items that were removed must come to 0.
+        """
         self.cost += cost
         if self._counted and cost > 0:
             self._counted.added += cost
@@ -162,42 +103,49 @@ class _Flow(Generic[T]):
         else:
             self._direct_cost += cost
 
-    def ahead(self, flow: Sequence[Hashable], maximum: float | None) -> int:
+    def ahead(self, flow: Sequence[Hashable], maximum: float | None = None) -> int:
+        """Return the cost that is charged, at most, before an item that is added to a flow now is served.
+
+        Each other flow counts too much, by up to what it is charged at once. Items that are added later may
+        go first if their flows did not wait yet.
+        maximum: the caller only asks whether the cost is above it; the cost is then not always counted anew.
+        """
         if not flow:
             return self._direct_cost
         child = self._children.get(flow[0])
         if child is not None and child.count_of_items:
             within = child.ahead(flow[1:], maximum)
-            ahead = within + self._ahead_at(within + child.time, child)
+            ahead = within + self._ahead_at(within + child._time, child)
             is_known = maximum is None or ahead <= maximum or within > maximum
-            return ahead if is_known else self.ahead(flow, None)
-        starts = self._now if child is None else max(child.time, self._now)
+            return ahead if is_known else self.ahead(flow)
+        starts = self._now if child is None else max(child._time, self._now)
         known = self._counted.compared(starts, maximum) if self._counted and maximum is not None else None
         if known is None:
             known = self._ahead_at(starts, child)
             self._counted = _Counted(starts, known)
         return known
 
-    def _ahead_at(self, time: float, child: _Flow[T] | None) -> int:
+    def _ahead_at(self, time: float, child: FairOrder[T] | None) -> int:
         """Return what other children are charged until their times have passed `time`, plus direct items."""
         latest = time + self._at_once
         # With thousands of flows, a call of min for each would take most of the event loop's time.
         others = [
-            other.cost if other.cost < latest - other.time else latest - other.time
+            other.cost if other.cost < latest - other._time else latest - other._time
             for other in self._children.values()
-            if other.cost and other.time <= time and other is not child
+            if other.cost and other._time <= time and other is not child
         ]
         return self._direct_cost + math.ceil(sum(others))
 
     def head(self) -> T | None:
+        """Return the item to serve next, or None if there is no item."""
         if self._direct:
             self._served = None
             return self._direct[0]
         while self._heap:
             time, _, name = self._heap[0]
             child = self._children[name]
-            if time < child.time:
-                heapq.heapreplace(self._heap, (child.time, next(self._numbers), name))
+            if time < child._time:
+                heapq.heapreplace(self._heap, (child._time, next(self._numbers), name))
             elif (item := child.head()) is not None:
                 self._now = max(self._now, time)
                 self._served = child
@@ -209,25 +157,30 @@ class _Flow(Generic[T]):
                 del self._children[name]
         return None
 
-    def charge(self, cost: int, left: int) -> None:
+    def charge(self, cost: int, left: int = 0) -> None:
+        """Charge the flow of the item that `head` returned last. left: the cost of the rest of the item.
+
+        If the rest may be served in the same turn, `head` returns the item again.
+        """
         if self._served is not None:
-            self._served.turn += cost
-            if not left or self._served.turn + left > self._at_once:
-                self._served.end_turn()
+            self._served._turn += cost
+            if not left or self._served._turn + left > self._at_once:
+                self._served._end_turn()
             self._served.charge(cost, left)
             self._counted = None
             # One more than wait, so that a child that begins to wait now goes before the one that was served.
             self._now += cost / (self._waiting + 1)
 
-    def end_turn(self) -> None:
-        self.time += self.turn
-        self.turn = 0
+    def _end_turn(self) -> None:
+        self._time += self._turn
+        self._turn = 0
 
     def remove(self, item: T, flow: Sequence[Hashable]) -> None:
+        """Remove an item. Raises ValueError if the flow has no such item."""
         if flow:
             child = self._children[flow[0]]
             child.remove(item, flow[1:])
-            child.end_turn()
+            child._end_turn()
             self._waiting -= not child.count_of_items
         else:
             self._direct.remove(item)

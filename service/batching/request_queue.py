@@ -67,8 +67,8 @@ class RequestQueue:
         self._order: FairOrder[PendingRequest] = FairOrder(limits.batch_tokens)
         self._looked_at: PendingRequest | None = None  # while a batch is formed
         self._waiting_requests = 0
-        self._waiting_sequences = 0
-        self._waiting_tokens = 0
+        self.waiting_sequences = 0
+        self.waiting_tokens = 0  # of texts that are not tokenised yet, a guess
         self._speed = DrainSpeed(threads * limits.batch_tokens)
         self._admission = Admission(limits, self._order, self._speed)
         self._characters_per_token: float | None = None  # of the texts that were tokenised lately
@@ -79,16 +79,6 @@ class RequestQueue:
     def __len__(self) -> int:
         """Return the number of requests that wait."""
         return self._waiting_requests
-
-    @property
-    def waiting_sequences(self) -> int:
-        """The number of sequences that wait for the engine."""
-        return self._waiting_sequences
-
-    @property
-    def waiting_tokens(self) -> int:
-        """The number of tokens that wait for the engine; of texts that are not tokenised yet, a guess."""
-        return self._waiting_tokens
 
     def allow_threads(self, threads: int) -> None:
         """Let at most this number of engine threads run. Threads beyond it end their turns after a batch."""
@@ -104,7 +94,7 @@ class RequestQueue:
         request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
         count, tokens = request.count, request.guessed_tokens
         with self._lock:
-            self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
+            self._admission.require(request, self.waiting_sequences, self.waiting_tokens)
             self._enter(request, count, tokens)
             return self._start_threads(count)
 
@@ -132,7 +122,7 @@ class RequestQueue:
         When the requests came, the queue only guessed their tokens.
         """
         with self._lock:
-            return self._start_threads(self._waiting_sequences)
+            return self._start_threads(self.waiting_sequences)
 
     def withdraw(self, request: PendingRequest) -> Batch:
         """Remove what still waits of a request that has ended. Returns its slices."""
@@ -244,7 +234,7 @@ class RequestQueue:
         """
         with self._lock:
             # Not what comes meanwhile, or requests whose results are known would keep others waiting.
-            lookups = min(_MAX_LOOKUPS, self._waiting_sequences)
+            lookups = min(_MAX_LOOKUPS, self.waiting_sequences)
         room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, lookups)
         while True:
             with self._lock:
@@ -257,7 +247,7 @@ class RequestQueue:
                     continue
                 if request.waiting:
                     if not batch:  # only now, because the first part of the first request is tokenised
-                        room.part = max(self.min_part, math.ceil(self._waiting_tokens / free))
+                        room.part = max(self.min_part, math.ceil(self.waiting_tokens / free))
                     if not self._take(request, room, batch):
                         return
                 if request.is_tokenized and not request.waiting:
@@ -378,7 +368,7 @@ class RequestQueue:
 
     def _may_divide(self) -> bool:
         """Return whether enough tokens wait for several batches at once. The caller must hold the lock."""
-        return self._waiting_tokens >= self.min_part // max(1, self._threads - 1)
+        return self.waiting_tokens >= self.min_part // max(1, self._threads - 1)
 
     def _enter(self, request: PendingRequest, sequences: int, tokens: int) -> None:
         if not request.queued:
@@ -401,13 +391,13 @@ class RequestQueue:
         """Count sequences and tokens of a request that wait from now on, or no longer if negative."""
         request.waiting_sequences += sequences
         request.waiting_tokens += tokens
-        self._waiting_sequences += sequences
-        self._waiting_tokens += tokens
+        self.waiting_sequences += sequences
+        self.waiting_tokens += tokens
         self._order.count(request.flow, tokens)
 
     def _note_speed(self, tokens: int) -> None:
         """Note that tokens, which have left the queue, are computed. The caller must hold the lock."""
-        self._speed.note(tokens, self._clock(), others_wait=bool(self._waiting_sequences))
+        self._speed.note(tokens, self._clock(), others_wait=bool(self.waiting_sequences))
 
 
 @dataclass(slots=True)

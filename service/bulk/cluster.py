@@ -22,8 +22,8 @@ from typing import Any
 
 from attncache_core import AttnCacheError, InvalidInput
 from service.bulk.sharded import TRIES, Due
-from service.bulk.shards import ShardWorker, Work, reason_of
-from service.errors import stack_without_values
+from service.bulk.shards import ShardWorker, Work
+from service.errors import reason_of, stack_without_values
 
 logger = logging.getLogger(__name__)
 

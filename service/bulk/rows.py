@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,14 +86,21 @@ class ParquetRows:
     """The rows of one column of a Parquet file, or of one of its row groups."""
 
     def __init__(
-        self, file: Any, path: Path | str, column: str, group: int | None = None, first: int = 0
+        self,
+        file: Any,
+        path: Path | str,
+        column: str,
+        group: int | None = None,
+        first: int = 0,
+        rows: int | None = None,
     ) -> None:
         """path: for errors. group: the number of a row group; None: all. first: the rows before are skipped.
 
-        Raises InvalidInput if it is no Parquet file, or does not have exactly one such column.
+        rows: the number of rows; None: all. Raises InvalidInput if it is no Parquet file, or does not have
+        exactly one such column.
         """
         self._path, self._column, self._read = path, column, 0
-        self._groups, self._first = None if group is None else [group], first
+        self._groups, self._first, self._rows = None if group is None else [group], first, rows
         parquet = pyarrow_parquet()
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
@@ -103,7 +111,7 @@ class ParquetRows:
         require_one_column(path, column, self._file.schema_arrow.names)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        for value in self._values():
+        for value in islice(self._values(), self._rows):
             self._read += 1
             place = self.place(self._read)
             if not isinstance(value, str):

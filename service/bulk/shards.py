@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from service.bulk.chunks import ChunkReader
 from service.bulk.computing import BadText, Computing, Task
 from service.bulk.formats import as_parquet, check_labels
 from service.bulk.rows import ParquetRows
-from service.errors import stack_without_values
+from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
 
 SHARD_ROWS = 100_000
@@ -109,10 +108,8 @@ class ShardWorker:
         """Compute a shard and write its output, or return why this is not possible."""
         try:
             self._compute(shard, output)
-        except (AttnCacheError, OSError) as error:
-            return reason_of(error)
         except Exception as error:
-            return stack_without_values(error)
+            return reason_of(error)
         return None
 
     def _compute(self, shard: Shard, output: str) -> None:
@@ -120,7 +117,7 @@ class ShardWorker:
         about = StoredObject(shard.name, shard.size, shard.etag)
         with folder.open(shard.name, about) as file:
             where = folder.url_of(shard.name)
-            part = _Part(ParquetRows(file, where, self._work.column, shard.group, shard.first), shard)
+            part = ParquetRows(file, where, self._work.column, shard.group, shard.first, shard.rows)
             numbers = np.empty((shard.rows, self._task.width), np.float32)
             done = 0
             with Computing(self._engine, self._task, self._work.batch_tokens) as computing:
@@ -134,23 +131,6 @@ class ShardWorker:
                         field="input",
                     ) from bad
         self._output.put(output, as_parquet(numbers, self._task.labels))
-
-
-class _Part:
-    """The rows of a shard."""
-
-    def __init__(self, rows: ParquetRows, shard: Shard) -> None:
-        self._rows, self._shard = rows, shard
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return islice(iter(self._rows), self._shard.rows)
-
-    def place(self, number: int) -> str:
-        return self._rows.place(number)
-
-    @property
-    def share(self) -> float:
-        return 0.0
 
 
 def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
@@ -186,11 +166,6 @@ def outputs_in(folder: ObjectFolder) -> set[bytes]:
 def digest_of(output: str) -> bytes:
     """Return the digest in the name of an output."""
     return bytes.fromhex(output.partition(".")[0])
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the message of an expected error."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,17 @@ import click
 from attncache_core import (
     AttentionDatabase,
     BuildOptions,
-    Checkpoint,
     CorpusSentence,
     PrefillEngine,
     build_database,
 )
 from attncache_core.corpus.reading import read_texts
 from attncache_core.corpus.tables import FORMATS, read_rows
-from attncache_core.runtime.devices import Device, Dtype
 from service.commands.database import show_database
 from service.commands.options import (
-    device_option,
+    engine_options,
     exclude_option,
     kept_indices,
-    max_tokens_option,
-    model_options,
     removed_option,
 )
 from service.commands.progress import shown_progress
@@ -45,9 +42,7 @@ _REMOVED = removed_option(
 
 
 @click.command("build", params=[_REMOVED])
-@model_options
-@max_tokens_option
-@device_option
+@engine_options
 @click.option(
     "--corpus",
     "corpora",
@@ -143,11 +138,7 @@ _REMOVED = removed_option(
     "--seed", type=int, default=_defaults.seed, show_default=True, help="Seed of all random choices."
 )
 def build(
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    device: Device,
-    threads: int | None,
-    max_tokens: int | None,
+    load: Callable[[], PrefillEngine],
     corpora: tuple[str, ...],
     exclude: tuple[str, ...],
     file_format: str | None,
@@ -166,9 +157,7 @@ def build(
         for corpus in corpora
         for sentence in _read_corpus(corpus, column, source_column, file_format)
     ]
-    engine = PrefillEngine.load(
-        checkpoint, dtype=dtype, device=device, threads=threads, max_tokens=max_tokens
-    )
+    engine = load()
     if exclude:
         kept = kept_indices(engine, [sentence.text for sentence in sentences], exclude)
         click.echo(f"{len(sentences) - len(kept)} of {len(sentences)} texts excluded", err=True)

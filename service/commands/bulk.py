@@ -42,6 +42,8 @@ from service.settings import Settings
 
 _INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
 _SOME_FAILED = 3
+# Takes the number of threads.
+_Load = Callable[[int | None], tuple[PrefillEngine, Task]]
 
 
 def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
@@ -182,29 +184,10 @@ def embed(
     shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a
     shard failed.
     """
-    load = partial(_embedder, checkpoint, dtype, device, max_tokens, prompt_name, dimensions)
+    task = partial(embedding, prompt_name=prompt_name, dimensions=dimensions)
+    load = partial(_loaded, checkpoint, dtype, device, max_tokens, None, task)
     options = {"--prompt-name": prompt_name, "--dimensions": dimensions}
-    if isinstance(files, Shards):
-        _run_shards(load, threads, files, batch_tokens, "embedding texts", options)
-        return
-    engine, task = load(threads)
-    rows = _run(engine, task, files, batch_tokens, "embedding texts", options)
-    click.echo(f"{files.output}: {rows:,} embeddings of {task.width} dimensions")
-
-
-def _embedder(
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    device: Device,
-    max_tokens: int | None,
-    prompt_name: str | None,
-    dimensions: int | None,
-    threads: int | None,
-) -> tuple[PrefillEngine, Task]:
-    engine = PrefillEngine.load(
-        checkpoint, dtype=dtype, threads=threads, device=device, max_tokens=max_tokens
-    )
-    return engine, embedding(engine, prompt_name, dimensions)
+    _run(load, threads, files, batch_tokens, "embedding texts", options, "{:,} embeddings of {} dimensions")
 
 
 @click.command("classify")
@@ -235,33 +218,18 @@ def classify(
     shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a
     shard failed.
     """
-    load = partial(_classifier, checkpoint, dtype, device, max_tokens, classifier and classifier.absolute())
-    if isinstance(files, Shards):
-        _run_shards(load, threads, files, batch_tokens, "classifying texts", {})
-        return
-    engine, task = load(threads)
-    rows = _run(engine, task, files, batch_tokens, "classifying texts", {})
-    click.echo(f"{files.output}: {rows:,} texts, {task.width} labels")
+    folder = classifier and classifier.absolute()
+    load = partial(_loaded, checkpoint, dtype, device, max_tokens, folder, classes)
+    _run(load, threads, files, batch_tokens, "classifying texts", {}, "{:,} texts, {} labels")
 
 
-def _run(
-    engine: PrefillEngine, task: Task, files: Files, batch_tokens: int, stage: str, options: dict[str, Any]
-) -> int:
-    """Run the task, and return the number of rows. Ctrl+C ends the process in one line."""
-    try:
-        with shown_share(stage) as report:
-            return run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
-    except Stopped as stopped:
-        click.echo(f"attncache: {stopped}", err=True)
-        sys.exit(_INTERRUPTED)
-
-
-def _classifier(
+def _loaded(
     checkpoint: Checkpoint,
     dtype: Dtype,
     device: Device,
     max_tokens: int | None,
     classifier: Path | None,
+    task: Callable[[PrefillEngine], Task],
     threads: int | None,
 ) -> tuple[PrefillEngine, Task]:
     engine = PrefillEngine.load(
@@ -272,11 +240,34 @@ def _classifier(
         max_tokens=max_tokens,
         classifier=LinearClassifier.load(classifier) if classifier else None,
     )
-    return engine, classes(engine)
+    return engine, task(engine)
+
+
+def _run(
+    load: _Load,
+    threads: int | None,
+    files: Files | Shards,
+    batch_tokens: int,
+    stage: str,
+    options: dict[str, Any],
+    done: str,
+) -> None:
+    """Compute texts. done: says how many rows there are, and their width. Ctrl+C ends with one line."""
+    if isinstance(files, Shards):
+        _run_shards(load, threads, files, batch_tokens, stage, options)
+        return
+    engine, task = load(threads)
+    try:
+        with shown_share(stage) as report:
+            rows = run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
+    except Stopped as stopped:
+        click.echo(f"attncache: {stopped}", err=True)
+        sys.exit(_INTERRUPTED)
+    click.echo(f"{files.output}: {done.format(rows, task.width)}")
 
 
 def _run_shards(
-    load: Callable[[int | None], tuple[PrefillEngine, Task]],
+    load: _Load,
     threads: int | None,
     files: Shards,
     batch_tokens: int,
@@ -293,8 +284,8 @@ def _run_shards(
                 if files.ray
                 else OneWorker(ShardWorker(work, threads))
             )
-            with shown_shards(stage) as report:
-                counts = run_shards(workers, files.inputs, files.column, output, files.part, report)
+            report = shown_shards(stage)
+            counts = run_shards(workers, files.inputs, files.column, output, files.part, report)
     except KeyboardInterrupt:
         click.echo("attncache: stopped; run the same command again to continue", err=True)
         sys.exit(_INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import click
 
 from attncache_core import (
     AttentionDatabase,
-    Checkpoint,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
@@ -20,24 +20,15 @@ from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
-from attncache_core.runtime.devices import Device, Dtype
 from service.commands.blending import calibrate_segments
 from service.commands.build import min_text_cosine_option
 from service.commands.database import show_database
-from service.commands.options import (
-    device_option,
-    exclude_option,
-    kept_indices,
-    max_tokens_option,
-    model_options,
-)
+from service.commands.options import engine_options, exclude_option, kept_indices
 from service.commands.progress import shown_progress
 
 
 @click.command("calibrate")
-@model_options
-@max_tokens_option
-@device_option
+@engine_options
 @click.option(
     "--database", type=click.Path(path_type=Path), help="Folder of the database to change, with --texts."
 )
@@ -87,11 +78,7 @@ from service.commands.progress import shown_progress
     help="Quality budget if there are classes: least share of hits that keep the full model's decision.",
 )
 def calibrate(
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    device: Device,
-    threads: int | None,
-    max_tokens: int | None,
+    load: Callable[..., PrefillEngine],
     database: Path | None,
     texts: tuple[str, ...],
     segments: Path | None,
@@ -116,15 +103,7 @@ def calibrate(
     With --segments: the share of reused tokens is chosen that must be computed again, so that answers keep
     the budget. A calibration that was stopped continues.
     """
-    load = partial(
-        PrefillEngine.load,
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_tokens=max_tokens,
-        classifier=LinearClassifier.load(classifier) if classifier else None,
-    )
+    load = partial(load, classifier=LinearClassifier.load(classifier) if classifier else None)
     chosen_budget = partial(
         default_budget,
         min_cosine=min_cosine,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization
+from attncache_core import DEFAULT_MODEL, Checkpoint, PrefillEngine, Quantization
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
@@ -98,6 +98,26 @@ json_option = click.option(
 def model_options(command: Command) -> Command:
     """Add the options that choose a model and its use; the command gets `checkpoint`, `dtype`, `threads`."""
     return whole_model_options(drop_options(use_options(command)))
+
+
+def engine_options(command: Command) -> Command:
+    """Add model_options, --max-tokens and --device; the command gets `load`, which loads the engine."""
+
+    @functools.wraps(command)
+    def with_load(
+        checkpoint: Checkpoint,
+        dtype: Dtype,
+        threads: int | None,
+        device: Device,
+        max_tokens: int | None,
+        **values: Any,
+    ) -> None:
+        load = functools.partial(
+            PrefillEngine.load, checkpoint, dtype=dtype, threads=threads, device=device, max_tokens=max_tokens
+        )
+        command(load=load, **values)
+
+    return model_options(max_tokens_option(device_option(with_load)))
 
 
 def drop_options(command: Command) -> Command:

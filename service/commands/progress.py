@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,9 @@ _SECONDS_BETWEEN_LINES = 5.0
 def shown_progress() -> Iterator[Report]:
     """Yield a callable that shows (stage, done, total) on stderr."""
     if not sys.stderr.isatty():
-        yield _lines()
+        # For each stage, a line when it begins and ends, and every few seconds between.
+        lines = defaultdict[str, _Lines](_Lines)
+        yield lambda stage, done, total: lines[stage].show(f"{stage}: {done}/{total}", always=done == total)
         return
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
@@ -46,7 +49,8 @@ def shown_progress() -> Iterator[Report]:
 def shown_share(stage: str) -> Iterator[Callable[[int, float], None]]:
     """Yield a callable that shows how many rows are done and which share of a file they are, on stderr."""
     if not sys.stderr.isatty():
-        yield _share_lines(stage)
+        line = _Lines()
+        yield lambda rows, share: line.show(f"{stage}: {rows} rows, {share:.0%}")
         return
     counted = TextColumn("{task.fields[rows]:,} rows")
     columns = (BarColumn(), TaskProgressColumn(), counted, TimeElapsedColumn(), TimeRemainingColumn())
@@ -55,41 +59,19 @@ def shown_share(stage: str) -> Iterator[Callable[[int, float], None]]:
         yield lambda rows, share: bars.update(task, completed=share, rows=rows)
 
 
-@contextmanager
-def shown_shards(stage: str) -> Iterator[Callable[[Counts], None]]:
-    """Yield a callable that prints on stderr, every few seconds, how many shards are done."""
-    last_line = float("-inf")
-
-    def show(counts: Counts) -> None:
-        nonlocal last_line
-        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
-            print(f"{stage}: {counts.computed} shards, {counts.rows} rows", file=sys.stderr, flush=True)
-            last_line = time.monotonic()
-
-    yield show
+def shown_shards(stage: str) -> Callable[[Counts], None]:
+    """Return a callable that prints on stderr, every few seconds, how many shards are done."""
+    show = _Lines().show
+    return lambda counts: show(f"{stage}: {counts.computed} shards, {counts.rows} rows")
 
 
-def _share_lines(stage: str) -> Callable[[int, float], None]:
-    """Return a callable that prints a line every few seconds."""
-    last_line = float("-inf")
+class _Lines:
+    """Prints lines on stderr, and leaves out those that come too soon after another one."""
 
-    def show(rows: int, share: float) -> None:
-        nonlocal last_line
-        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
-            print(f"{stage}: {rows} rows, {share:.0%}", file=sys.stderr, flush=True)
-            last_line = time.monotonic()
+    def __init__(self) -> None:
+        self._last = float("-inf")
 
-    return show
-
-
-def _lines() -> Report:
-    """Return a callable that prints a line when a stage begins and ends, and every few seconds between."""
-    last_line: dict[str, float] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        due = time.monotonic() - last_line.get(stage, float("-inf")) >= _SECONDS_BETWEEN_LINES
-        if due or done == total:
-            print(f"{stage}: {done}/{total}", file=sys.stderr, flush=True)
-            last_line[stage] = time.monotonic()
-
-    return show
+    def show(self, line: str, *, always: bool = False) -> None:
+        if always or time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+            print(line, file=sys.stderr, flush=True)
+            self._last = time.monotonic()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from attncache_core import AttentionDatabase, Checkpoint, InvalidInput, PrefillEngine
+from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.build.renewal import renew_database
 from attncache_core.corpus.reading import read_texts
 from attncache_core.reuse.maps.generations import Result
 from attncache_core.reuse.maps.publishing import roll_back
-from attncache_core.runtime.devices import Device, Dtype
-from service.commands.options import Command, device_option, max_tokens_option, model_options
+from service.commands.options import Command, engine_options
 from service.commands.progress import shown_progress
 from service.settings import Settings
 
@@ -46,9 +46,7 @@ def _or_rolled_back(command: Command) -> Command:
 @click.command("renew")
 @_or_rolled_back
 @click.argument("database", type=click.Path(path_type=Path))
-@model_options
-@max_tokens_option
-@device_option
+@engine_options
 @click.option(
     "--corpus",
     "corpora",
@@ -74,11 +72,7 @@ def _or_rolled_back(command: Command) -> Command:
 )
 def renew(
     database: Path,
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    device: Device,
-    threads: int | None,
-    max_tokens: int | None,
+    load: Callable[..., PrefillEngine],
     corpora: tuple[str, ...],
     min_gain: float,
     synthetic_only: bool,
@@ -96,20 +90,9 @@ def renew(
     the next one is not better or reuse does not pay on this machine, and 2 after an error.
     """
     texts = [text for source in corpora for text in read_texts(source)] if corpora else None
-
-    def load(opened: AttentionDatabase | None) -> PrefillEngine:
-        return PrefillEngine.load(
-            checkpoint,
-            database=opened,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            max_tokens=max_tokens,
-        )
-
     with shown_progress() as progress:
         renewal = renew_database(
-            load,
+            lambda opened: load(database=opened),
             database,
             texts,
             min_gain=min_gain,

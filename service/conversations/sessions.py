@@ -85,7 +85,7 @@ class Sessions:
         """
         turns = self._turns.get(session)
         if turns and self._waiting >= self._max_waiting:
-            raise QueueFull("too many requests wait for their session", retry_after_seconds=1)
+            raise QueueFull("too many requests wait for their session")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if turns:
             self._waiting += 1

@@ -221,23 +221,19 @@ def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
 def _key_value_options(settings: Settings) -> KeyValueOptions | None:
     if not (settings.reuse and settings.kv):
         return None
+    shared: BlockValues | None = None
+    if address := settings.shared_for("kv"):
+        # Here, because without --shared nothing of it is imported.
+        from service.shared.blocks import SharedBlocks
+
+        shared = SharedBlocks(address)
     return KeyValueOptions(
         memory_bytes=settings.kv_memory_bytes,
         folder=settings.kv_dir,
         disk_bytes=settings.kv_disk_bytes,
         disk_dtype=settings.kv_disk_dtype,
-        shared=_shared_blocks(settings),
+        shared=shared,
     )
-
-
-def _shared_blocks(settings: Settings) -> BlockValues | None:
-    address = settings.shared_for("kv")
-    if address is None:
-        return None
-    # Here, because without --shared nothing of it is imported.
-    from service.shared.blocks import SharedBlocks
-
-    return SharedBlocks(address)
 
 
 def _takes_default(settings: Settings, checkpoint: Checkpoint) -> bool:

@@ -52,7 +52,7 @@ from attncache_core.reuse.maps.publishing import (
     workspace,
 )
 from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
-from service.errors import stack_without_values
+from service.errors import reason_of
 from service.objects import RANGE_BYTES, Changed, ObjectFolder, StoredObject, without_secrets
 from service.settings import Settings
 from service.state import FetchFailed, Loaded, Pause
@@ -407,8 +407,4 @@ class _Failures:
 
 
 def _told(error: Exception, remote: RemoteDatabase) -> str:
-    if isinstance(error, OSError):
-        return f"the database of {remote.url} cannot be used: {error.filename}: {error.strerror}"
-    if isinstance(error, AttnCacheError):
-        return f"the database of {remote.url} cannot be used: {error}"
-    return f"the database of {remote.url} cannot be used: {stack_without_values(error)}"
+    return f"the database of {remote.url} cannot be used: {reason_of(error)}"

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from attncache_core import InvalidInput, PrefillEngine
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import InvalidSettings, NoKeyValues
-from service.schemas import Text
+from service.schemas import Body, Text
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,8 @@ _ACCEPTED = (
 )
 
 
-class WarmLine(BaseModel):
+class WarmLine(Body):
     """One line of a .jsonl file of --warm."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     text: Text | None = None
     template: Text | None = None

@@ -83,10 +83,9 @@ class FinishedRequests:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, if there are consumers."""
-        if self._consumers:
-            self._thread = threading.Thread(target=self._run, name="finished requests", daemon=True)
-            self._thread.start()
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="finished requests", daemon=True)
+        self._thread.start()
 
     def add(self, request: FinishedRequest) -> None:
         """Hand a request over. Called on the event loop."""

@@ -89,6 +89,8 @@ _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
 class Metrics:
     """Owns all metrics of one app, in their own registry. Thread safe.
 
+    Whoever counts one thing changes its metric itself; what concerns several metrics is a method here.
+
     In prometheus_client's multiprocess mode they are the metrics of all workers: counts are added, and each
     gauge has a multiprocess mode.
     """
@@ -134,9 +136,7 @@ class Metrics:
             "Sequences in no batch: their results were kept, or computed for another request (in_flight)",
             ("source",),
         )
-        self._tokenize_seconds = self._histogram(
-            "tokenize_seconds", "Seconds to tokenise a request", _SECONDS
-        )
+        self.tokenize_seconds = self._histogram("tokenize_seconds", "Seconds to tokenise a request", _SECONDS)
         self._search_seconds = self._histogram("search_seconds", "Seconds to search for one batch", _SECONDS)
         self._forward_seconds = self._histogram(
             "forward_seconds", "Seconds of the model's pass over one batch", _SECONDS
@@ -150,57 +150,59 @@ class Metrics:
         self._key_tokens = self._counter(
             "key_tokens", "Tokens of all sequences that were requested, by the name of the API key", ("key",)
         )
-        self._quota_refusals = self._counter(
+        self.quota_refusals = self._counter(
             "quota_refusals", "Requests that were refused because a quota was used up", ("key", "quota")
         )
-        self._sessions = self._gauge("sessions", "Sessions whose history is kept", mode="livemostrecent")
+        self.sessions = self._gauge("sessions", "Sessions whose history is kept", mode="livemostrecent")
         self._ready = self._gauge("ready", "1 if model and database are loaded, else 0", mode="livemin")
         build = self._gauge("build_info", "The version of the server", ("version",), mode="livemax")
         build.labels(__version__).set(1)
         self._gauge("workers", "Worker processes that answered, 1 without --workers").set(1)
-        self._connections = self._gauge("connections", "Open connections", ("listener",))
-        self._cuts = self._counter(
+        self.connections = self._gauge("connections", "Open connections", ("listener",))
+        self.cuts = self._counter(
             "connections_cut",
             "Connections that were refused or cut: by error code, or because the client did not read",
             ("reason",),
         )
-        self._overdue_seconds = self._gauge(
+        self.overdue_seconds = self._gauge(
             "overdue_seconds",
             "Seconds by which a batch, or the event loop, exceeds --stuck-seconds",
             mode="livemax",
         )
-        self._corrupt = self._counter("database_corrupt_records", "Records that were damaged and not used")
+        self.corrupt_records = self._counter(
+            "database_corrupt_records", "Records that were damaged and not used"
+        )
         self._lost_segments = self._counter(
             "database_lost_segments",
             "Lengths that lost their records because the file was cut short or unreadable",
         )
-        self._fetch_failures = self._counter(
+        self.fetch_failures = self._counter(
             "database_fetch_failures",
             "Looks at the database in an object store that failed; the present database serves on",
         )
         self._verify_cosine = self._histogram(
             "verify_cosine", "Cosine of a verified hit's output to the full model's output", _COSINES
         )
-        self._budget_failures = self._counter(
+        self.budget_failures = self._counter(
             "verify_budget_failures",
             "Times that the verified hits of a length group failed the budget",
         )
-        self._unverified = self._counter(
+        self.unverified = self._counter(
             "verify_dropped",
             "Hits chosen for verification but not verified: too many waited, or it failed",
         )
-        self._sample_texts = self._gauge("sample_texts", "Texts in the sample from which to renew")
-        self._unsampled = self._counter(
+        self.sample_texts = self._gauge("sample_texts", "Texts in the sample from which to renew")
+        self.unsampled = self._counter(
             "sample_dropped_texts",
             "Texts that could not take part in the sample: too many waited, or the disk failed",
         )
-        self._shared_failures = self._counter(
+        self.shared_failures = self._counter(
             "shared_failures",
             "Questions to the shared store, for histories of sessions and quotas, that were not answered in "
             "time, or not asked after a failure",
             ("use",),
         )
-        self._shared_away = self._gauge(
+        self.shared_away = self._gauge(
             "shared_away",
             "1 from a failure of the shared store until its next answer, else 0",
             mode="livemax",
@@ -222,21 +224,13 @@ class Metrics:
             self._key_requests.labels(name)
             self._key_tokens.labels(name)
             for quota in _QUOTAS:
-                self._quota_refusals.labels(name, quota)
+                self.quota_refusals.labels(name, quota)
 
     def observe_key(self, name: str, tokens: int) -> None:
         """Count one request of an API key. tokens: of all its sequences."""
         self._key_requests.labels(name).inc()
         if tokens:
             self._key_tokens.labels(name).inc(tokens)
-
-    def observe_quota_refusal(self, name: str, quota: str) -> None:
-        """Count one request that was refused because a quota of its API key was used up."""
-        self._quota_refusals.labels(name, quota).inc()
-
-    def observe_tokenize(self, seconds: float) -> None:
-        """Count the tokenisation of one request."""
-        self._tokenize_seconds.observe(seconds)
 
     def observe_queue(self, seconds: Iterable[float]) -> None:
         """Count requests that were taken from the queue. seconds: how long each request waited."""
@@ -256,7 +250,7 @@ class Metrics:
         self._search_seconds.observe(result.report.search_seconds)
         self._forward_seconds.observe(result.report.forward_seconds)
         if result.report.corrupt_records:
-            self._corrupt.inc(result.report.corrupt_records)
+            self.corrupt_records.inc(result.report.corrupt_records)
         if result.report.lost_lengths:
             self._lost_segments.inc(len(result.report.lost_lengths))
         for similarity in result.compared.similarities.tolist() if result.compared else ():
@@ -267,14 +261,6 @@ class Metrics:
         """Count sequences whose results were kept, or are being computed for another request (in_flight)."""
         self._repeated.labels(source).inc(sequences)
         self._of_state["repeated"].inc(tokens)
-
-    def observe_changed_records(self, count: int) -> None:
-        """Count records that changed after they were checked."""
-        self._corrupt.inc(count)
-
-    def database_fetch_failed(self) -> None:
-        """Count a look at the database in an object store that failed."""
-        self._fetch_failures.inc()
 
     def observe_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Count the outcomes of sequences of clients' texts."""
@@ -287,56 +273,19 @@ class Metrics:
             # Rounding can make a cosine larger than 1.
             self._verify_cosine.observe(min(cosine, 1.0))
 
-    def observe_unverified(self, count: int) -> None:
-        """Count hits that were chosen for verification and will not be verified."""
-        self._unverified.inc(count)
-
-    def observe_budget_failure(self) -> None:
-        """Count one failure of the budget by verified hits of usual or unusual texts of a length group."""
-        self._budget_failures.inc()
-
-    def observe_sessions(self, count: int) -> None:
-        """Set the number of sessions that are kept."""
-        self._sessions.set(count)
-
-    def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], EngineInfo]) -> None:
-        """Set the server ready, and read queue and engine from now on whenever metrics are read."""
-        self._follow(self._queue_sequences, queue_sequences)
+    def watch(
+        self,
+        engine_info: Callable[[], EngineInfo],
+        queue_sequences: Callable[[], int],
+        queue_tokens: Callable[[], int],
+        results_bytes: Callable[[], int],
+    ) -> None:
+        """Set the server ready, and read engine, queue and kept results from now on with the metrics."""
+        self.follow(self._queue_sequences, queue_sequences)
+        self.follow(self._queue_tokens, queue_tokens)
+        self.follow(self._results_bytes, results_bytes)
         self._engine.engine_info = engine_info
         self._ready.set(1)
-
-    def watch_batcher(self, queue_tokens: Callable[[], int], results_bytes: Callable[[], int]) -> None:
-        """Read the tokens in the queue and the bytes of kept results whenever metrics are read."""
-        self._follow(self._queue_tokens, queue_tokens)
-        self._follow(self._results_bytes, results_bytes)
-
-    def observe_cut(self, reason: str) -> None:
-        """Count a connection that was refused or cut. reason: one of CUT_REASONS."""
-        self._cuts.labels(reason).inc()
-
-    def watch_connections(self, listener: str, count: Callable[[], int]) -> None:
-        """Read the number of a listener's connections from now on whenever metrics are read."""
-        self._follow(self._connections.labels(listener), count)
-
-    def watch_sample(self, texts: Callable[[], float]) -> None:
-        """Read the number of sampled texts from now on whenever metrics are read."""
-        self._follow(self._sample_texts, texts)
-
-    def observe_unsampled(self, texts: int) -> None:
-        """Count texts that could not take part in the sample."""
-        self._unsampled.inc(texts)
-
-    def observe_shared_failure(self, use: str) -> None:
-        """Count a question to the shared store that was not answered, or not asked."""
-        self._shared_failures.labels(use).inc()
-
-    def watch_shared(self, is_away: Callable[[], bool]) -> None:
-        """Read whether the shared store is away from now on whenever metrics are read."""
-        self._follow(self._shared_away, is_away)
-
-    def watch_overdue(self, seconds: Callable[[], float]) -> None:
-        """Read from now on, whenever metrics are read, by how much a batch or the event loop is overdue."""
-        self._follow(self._overdue_seconds, seconds)
 
     def publish(self, *, first: bool) -> None:
         """Write down for the other workers what this one reads from its engine, its queue and its
@@ -386,15 +335,15 @@ class Metrics:
         self._of_outcome = {outcome: self._sequences.labels(outcome) for outcome in Outcome}
         self._of_state = {state: self._tokens.labels(state) for state in (*_TOKEN_STATES, "repeated")}
         for reason in CUT_REASONS:
-            self._cuts.labels(reason)
+            self.cuts.labels(reason)
         for listener in ("public", "admin"):
-            self._connections.labels(listener)
+            self.connections.labels(listener)
         for state in _SEGMENT_STATES:
             self._segment_tokens.labels(state)
         for source in _REPEATED:
             self._repeated.labels(source)
         for use in _STORED_USES:
-            self._shared_failures.labels(use)
+            self.shared_failures.labels(use)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="attncache", registry=self.registry)
@@ -411,7 +360,7 @@ class Metrics:
             name, text, labels, namespace="attncache", registry=self.registry, multiprocess_mode=mode
         )
 
-    def _follow(self, gauge: Gauge, function: Callable[[], float]) -> None:
+    def follow(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """Read a gauge from a function, whenever metrics are read or published."""
         if self._folder is None:
             gauge.set_function(function)

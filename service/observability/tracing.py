@@ -42,6 +42,7 @@ _EXPORTERS = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _MAX_CLOSING_SECONDS = 3.0
 _Stage = tuple[str, float, float, dict[str, Any]]  # name, start and end (perf_counter), attributes
+_Clock = Callable[[float], int]
 
 
 class Tracing:
@@ -57,7 +58,7 @@ class Tracing:
 
     def record(self, requests: Sequence[FinishedRequest]) -> None:
         """Make the spans of requests."""
-        clock = _Clock()
+        clock = _clock()
         for request in requests:
             if request.route not in _UNTRACED:
                 self._record(request, clock)
@@ -179,11 +180,7 @@ def _computed(timing: Timing) -> Iterator[_Stage]:
         yield "batch", timing.batch_at, timing.computed_at, attributes
 
 
-class _Clock:
-    """Turns seconds of perf_counter into nanoseconds since 1970."""
-
-    def __init__(self) -> None:
-        self._offset = time.time_ns() - time.perf_counter_ns()
-
-    def __call__(self, seconds: float) -> int:
-        return self._offset + int(seconds * 1e9)
+def _clock() -> _Clock:
+    """Return what turns seconds of perf_counter into nanoseconds since 1970."""
+    offset = time.time_ns() - time.perf_counter_ns()
+    return lambda seconds: offset + int(seconds * 1e9)

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.types import Message
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
@@ -24,8 +23,15 @@ from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
-from service.routes.common import ERRORS, check_count, computed, documented_body
-from service.schemas import Inputs, Name, Text, Texts
+from service.routes.common import (
+    ERRORS,
+    check_count,
+    computed,
+    documented_body,
+    documented_parameter,
+    json_response,
+)
+from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
 from service.web.call import Call, Client, CurrentCall
 
@@ -60,10 +66,8 @@ _PLANNED = {
 }
 
 
-class _About(BaseModel):
+class _About(Body):
     """What a request is about: texts, what all texts in a template begin with, or segments of prompts."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     texts: Inputs | None = Field(None, description="One text or a list of texts, in the server's template.")
     template: Text | None = Field(
@@ -134,7 +138,7 @@ async def stats(call: CurrentCall) -> Response:
     store, sessions = store_of(call.serving().engine), call.state.sessions
     info = await asyncio.to_thread(key_value_info, store)
     count = await sessions.count()
-    return _json({**asdict(info), "sessions": count, "distinct_sessions": sessions.distinct})
+    return json_response({**asdict(info), "sessions": count, "distinct_sessions": sessions.distinct})
 
 
 @router.post(
@@ -172,7 +176,7 @@ async def warm(call: CurrentCall) -> Response:
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.all_cached_tokens, stored_tokens=stored)
     others = await _of_other_workers(call, "warm", Warmed, body)
-    return _json(_least([warmed, *others]))
+    return json_response(_least([warmed, *others]))
 
 
 @router.post(
@@ -197,7 +201,7 @@ async def pin(call: CurrentCall) -> Response:
         return tokens
 
     pinned = Pinned(tokens=await asyncio.to_thread(pin_all))
-    return _json(_least([pinned, *await _of_other_workers(call, "pin", Pinned, body)]))
+    return json_response(_least([pinned, *await _of_other_workers(call, "pin", Pinned, body)]))
 
 
 @router.post(
@@ -220,7 +224,7 @@ async def lookup(call: CurrentCall) -> Response:
             for ids, tokens in zip(chosen.sequences, found, strict=True)
         ]
 
-    return _json(await asyncio.to_thread(look_up))
+    return json_response(await asyncio.to_thread(look_up))
 
 
 @router.delete("", response_model=Dropped, responses=_ERRORS_WITHOUT_BODY)
@@ -237,9 +241,8 @@ async def drop(call: CurrentCall) -> Response:
         raise StoreUnavailable(
             "keys and values were dropped from memory, but not all from --kv-dir and the shared store; see "
             "the log, and send the request again",
-            retry_after_seconds=1,
         )
-    return _json({"blocks": blocks + sum(other.blocks for other in others)})
+    return json_response({"blocks": blocks + sum(other.blocks for other in others)})
 
 
 @router.get(
@@ -248,23 +251,16 @@ async def drop(call: CurrentCall) -> Response:
     responses=_ERRORS_WITHOUT_BODY,
     openapi_extra={
         "parameters": [
-            {
-                "name": name,
-                "in": "query",
-                "required": False,
-                "description": text,
-                "schema": {"type": "number", "minimum": 0},
-            }
+            documented_parameter(name, text, {"type": "number", "minimum": 0}, "query")
             for name, text in _PLANNED.items()
         ]
         + [
-            {
-                "name": "devices",
-                "in": "query",
-                "required": False,
-                "description": _DEVICES,
-                "schema": {"type": "string", "examples": ["nvme,4e9,0.0001;disk,2e8,0.00003"]},
-            }
+            documented_parameter(
+                "devices",
+                _DEVICES,
+                {"type": "string", "examples": ["nvme,4e9,0.0001;disk,2e8,0.00003"]},
+                "query",
+            )
         ]
     },
 )
@@ -289,7 +285,7 @@ async def capacity(call: CurrentCall) -> Response:
         memory_price=planned.get("memory_price"),
         disk_price=planned.get("disk_price") if info.disk else 0.0,
     )
-    return _json(
+    return json_response(
         {
             **asdict(plan),
             "session_bytes": plan.session_bytes,
@@ -366,7 +362,6 @@ async def _of_other_workers(
     if not all(answers):
         raise WorkerUnavailable(
             "not all worker processes of the server have done this; send the request again",
-            retry_after_seconds=1,
         )
     return [kind.model_validate_json(answer) for answer in answers]
 
@@ -432,7 +427,3 @@ def _device(serving: Serving, devices: str, planned: Mapping[str, float]) -> dic
     tokens = (info.disk or info.memory).most_bytes // token_bytes
     cost = cost_per_hour(best, token_bytes, tokens)
     return {"name": best.path, "hides_loading": is_hidden, "cost": cost}
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

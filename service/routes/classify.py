@@ -9,7 +9,6 @@ the model is one of NLI     see service/routes/zero_shot.py
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,43 +20,16 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import (
-    ANSWER_HEADERS,
-    ERRORS,
-    InferenceRoute,
-    answer,
-    check_count,
-    computed,
-    label_logits,
-)
+from service.routes.common import answer, check_count, computed, label_logits
 from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
-from service.schemas import ClassifyRequest, LabelScore
+from service.schemas import ClassifyRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MAX_ANSWER_CHARACTERS = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The labels to score, each with a column of the classifier's logits or with an embedding."""
-
-    labels: list[str]
-    columns: list[int] | None  # one column of the classifier's logits per label
-    embeddings: np.ndarray | None  # [labels, dimensions], of unit length; used if columns is None
-
-    def scores(self, outputs: np.ndarray, serving: Serving, temperature: float | None) -> np.ndarray:
-        """Return scores [sequences, labels]. A row sums to 1, unless the model is a multi-label model."""
-        if self.embeddings is not None:
-            found = cosine_matrix(normalize(outputs), self.embeddings)
-            return class_scores(found, temperature or SIMILARITY_TEMPERATURE)
-        logits = serving.engine.decisions.class_logits(outputs)[:, self.columns]
-        return class_scores(
-            logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.decisions.multi_label
-        )
 
 
 async def classify(call: CurrentCall) -> Answer:
@@ -101,19 +73,26 @@ async def _by_output(
     _refuse_zero_shot(body)
     salt = call.salt(body.cache_salt)
     known = serving.engine.decisions.labels
-    if known is not None:
-        choice = _among_known(body.labels, known)
-    else:
+    if known is None:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
         _check_labels(labels, source.count, settings.max_request_inputs)
-        truncate = settings.truncate if body.truncate is None else body.truncate
-        choice = _Choice(labels, None, await _label_embeddings(call, serving, labels, truncate, salt, reuse))
+        truncate = call.truncates(body.truncate)
+        embeddings = await _label_embeddings(call, serving, labels, truncate, salt, reuse)
+        result = await computed(call, serving, source, reuse=reuse, reads=None, salt=salt)
+        similarities = cosine_matrix(normalize(result.outputs), embeddings)
+        scores = class_scores(similarities, body.temperature or SIMILARITY_TEMPERATURE)
+        return Scores(labels, scores, result)
+    columns = _columns(body.labels, known)
     # The budget of a database was measured for all classes of the server, and not for other ones.
-    reads = Measure.AGREEMENT if choice.columns and len(choice.labels) == len(known or ()) else None
+    is_whole = body.labels is None or len(columns) == len(known)
+    reads = Measure.AGREEMENT if is_whole else None
     result = await computed(call, serving, source, reuse=reuse, reads=reads, salt=salt)
-    return Scores(choice.labels, choice.scores(result.outputs, serving, body.temperature), result)
+    logits = serving.engine.decisions.class_logits(result.outputs)[:, columns]
+    temperature = body.temperature or _CLASSIFIER_TEMPERATURE
+    scores = class_scores(logits, temperature, serving.engine.decisions.multi_label)
+    return Scores([known[column] for column in columns], scores, result)
 
 
 def _refuse_zero_shot(body: ClassifyRequest) -> None:
@@ -151,10 +130,10 @@ async def _by_tokens(
     return Scores(list(labels.labels), scores, result)
 
 
-def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:
-    """Return the requested labels of a classifier, or all labels. Raises InvalidInput for another label."""
+def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
+    """Return the columns of the requested labels, or of all. Raises InvalidInput for another label."""
     if requested is None:
-        return _Choice(list(known), list(range(len(known))), None)
+        return list(range(len(known)))
     _refuse_duplicates(requested)
     columns = {label: column for column, label in enumerate(known)}
     for index, label in enumerate(requested):
@@ -163,7 +142,7 @@ def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice
             field = f"labels[{index}]"
             what = "the name of several classes" if is_shared else "not a label of the classifier"
             raise InvalidInput(f"{field} is {what}; /info lists the labels", field=field)
-    return _Choice(requested, [columns[label] for label in requested], None)
+    return [columns[label] for label in requested]
 
 
 def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
@@ -219,16 +198,3 @@ def _best_first(labels: list[str], scores: np.ndarray) -> list[dict[str, Any]]:
     order = np.argsort(-scores, kind="stable").tolist()
     values = scores.tolist()
     return [{"label": labels[column], "score": values[column]} for column in order]
-
-
-ROUTES = (
-    InferenceRoute(
-        "/classify",
-        classify,
-        ClassifyRequest,
-        list[list[LabelScore]],
-        "For each input the labels, best first.",
-        headers=ANSWER_HEADERS,
-        errors=ERRORS,
-    ),
-)

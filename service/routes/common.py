@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attncache_core import InvalidInput, NoClassifier, NotFinite, PrefillResult, class_scores
@@ -124,6 +125,16 @@ ANSWER_HEADERS = {
 Handler = Callable[[Call], Awaitable[Answer]]
 
 
+class Api(NamedTuple):
+    """The routes that clients of one kind use, in the documentation."""
+
+    tag: str
+    errors: dict[int | str, dict[str, Any]]  # responses by status
+
+
+OURS = Api("AttnCache", ERRORS)
+
+
 class InferenceRoute(APIRoute):
     """A route of the app that computes: POST to `path`.
 
@@ -139,16 +150,14 @@ class InferenceRoute(APIRoute):
         body: type[BaseModel],
         response: Any,
         says: str,
+        api: Api = OURS,
         *,
-        headers: dict[str, Any] | None = None,
-        errors: dict[int | str, dict[str, Any]] | None = None,
-        tag: str = "AttnCache",
         reuses: bool = True,
     ) -> None:
         """handle: its name and docstring are the title and the description in the documentation.
 
-        response: the type of the JSON of a response with status 200. says, headers: what such a response
-        holds. errors: responses by status. reuses: whether `handle` reads X-AttnCache-Reuse.
+        response: the type of the JSON of a response with status 200. says: what such a response holds.
+        reuses: whether `handle` reads X-AttnCache-Reuse, and answers with ANSWER_HEADERS.
         """
         super().__init__(
             path,
@@ -157,14 +166,12 @@ class InferenceRoute(APIRoute):
             name=handle.__name__,
             summary=handle.__name__.replace("_", " ").capitalize(),
             description=handle.__doc__,
-            tags=[tag],
+            tags=[api.tag],
             response_model=response,
-            responses={200: {"headers": headers or {}, "description": says}, **(errors or {})},
+            responses={200: {"headers": ANSWER_HEADERS if reuses else {}, "description": says}, **api.errors},
             openapi_extra={
                 **documented_body(body),
-                "parameters": [
-                    parameter for parameter in _PARAMETERS if reuses or parameter["name"] != REUSE_HEADER
-                ],
+                "parameters": _PARAMETERS if reuses else _PARAMETERS[1:],
             },
         )
         self.body = body
@@ -258,10 +265,10 @@ def text_index(error: InvalidInput | NotFinite) -> int | None:
     return int(found[1]) if found else None
 
 
-def answer(content: Any, result: PrefillResult, call: Call, source: Source) -> Answer:
+def answer(content: Any, result: PrefillResult, call: Call, source: Source | None = None) -> Answer:
     """Return a response with the content as JSON and, if enabled, what was reused in headers.
 
-    source: what was computed; headers say what was cut from a conversation.
+    source: what was computed, if it may be a conversation; headers say what was cut from the conversation.
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     key_values = call.state.serving().engine.key_values
@@ -358,6 +365,11 @@ async def classified(
     )
 
 
+def json_response(content: Any) -> Response:
+    """Return a response of a route that does not compute, with the content as JSON."""
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
 def documented_body(schema: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a body that a route reads by `Call.read`."""
     described = schema.model_json_schema()
@@ -377,23 +389,27 @@ def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
     return {**_inlined(definitions[part["$ref"].rsplit("/", 1)[1]], definitions), **fields}
 
 
-def _parameter(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+def documented_parameter(
+    name: str, description: str, schema: dict[str, Any], place: str = "header"
+) -> dict[str, Any]:
+    """Return the OpenAPI description of an optional header, or of a parameter of the query."""
+    return {"name": name, "in": place, "required": False, "description": description, "schema": schema}
 
 
+# The first one is documented for routes that reuse something only.
 _PARAMETERS = [
-    _parameter(
+    documented_parameter(
         REUSE_HEADER,
         "off computes every text of the request in full, without reuse. Default: on.",
         {"type": "string", "enum": ["on", "off"], "default": "on"},
     ),
-    _parameter(
+    documented_parameter(
         REQUIRE_MODEL_HEADER,
         "Fingerprint of the model that must answer, or at least its first 8 characters. Status 409 if the "
         "server serves another model.",
         {"type": "string", "pattern": "^[0-9a-fA-F]{8,64}$"},
     ),
-    _parameter(
+    documented_parameter(
         TIMEOUT_HEADER,
         "Seconds that the request may take, at most --request-seconds. Status 504 after that; what was not "
         "computed yet is dropped.",

@@ -6,7 +6,7 @@ import numpy as np
 
 from service.batching.sources import Source, prompt_of
 from service.errors import NoEmbedding
-from service.routes.common import ANSWER_HEADERS, ERRORS, InferenceRoute, answer, computed
+from service.routes.common import answer, computed
 from service.routes.inputs import answered
 from service.schemas import EmbedRequest
 from service.state import Serving
@@ -47,16 +47,3 @@ def embedding_server(call: Call) -> Serving:
             "the server scores labels and has no embeddings; use /classify, or start it without --task"
         )
     return serving
-
-
-ROUTES = (
-    InferenceRoute(
-        "/embed",
-        embed,
-        EmbedRequest,
-        list[list[float]],
-        "One embedding per input.",
-        headers=ANSWER_HEADERS,
-        errors=ERRORS,
-    ),
-)

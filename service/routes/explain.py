@@ -12,17 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import orjson
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from attncache_core.heads.comparator import Measure
 from service.batching import sources
-from service.routes.common import ERRORS, computed, documented_body
-from service.schemas import Name, Text, Texts
+from service.routes.common import ERRORS, computed, documented_body, json_response
+from service.schemas import Body, Name, Text, Texts
 from service.state import Serving
 from service.web.call import CurrentCall
 
@@ -36,10 +35,8 @@ _MAP_LEVELS = 65535
 _ERRORS = {status: documented for status, documented in ERRORS.items() if status != 404}
 
 
-class ExplainRequest(BaseModel):
+class ExplainRequest(Body):
     """The body of POST /explain."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input: Text | None = Field(None, description=f"One text of at most {_MAX_TOKENS} tokens.")
     segments: Texts | None = Field(
@@ -74,7 +71,7 @@ async def explain_text(call: CurrentCall) -> Response:
             found = await asyncio.to_thread(
                 explain_blend, serving.engine, body.segments, body.query, separator, salt
             )
-        return Response(orjson.dumps(asdict(found)), media_type="application/json")
+        return json_response(asdict(found))
     if body.input is None or body.segments is not None or body.query is not None:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
@@ -89,7 +86,7 @@ async def explain_text(call: CurrentCall) -> Response:
         "most_tokens_with_maps": _MAX_TOKENS_WITH_MAPS,
         "layers": None if explained.layers is None else [_layer(layer) for layer in explained.layers],
     }
-    return Response(orjson.dumps(content), media_type="application/json")
+    return json_response(content)
 
 
 def _explained(serving: Serving, text: str, salt: bytes) -> Explanation:

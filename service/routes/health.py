@@ -116,7 +116,7 @@ async def ready(call: CurrentCall) -> Ready:
     if state.group is not None and not state.group.worker.all_have_been_ready():
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
     if state.draining:
-        raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)
+        raise ShuttingDown("the server finishes its requests and ends")
     if state.watchdog.condition is not Condition.FINE:
         raise _stuck(state.watchdog.stuck_seconds)
     return Ready()
@@ -147,7 +147,7 @@ async def metrics(call: CurrentCall) -> Response:
     state, names = call.state, call.query_params.getlist("name[]")
     # The metrics of workers do not depend on their store.
     with suppress(StoreUnavailable):
-        state.metrics.observe_sessions(await state.sessions.count())
+        state.metrics.sessions.set(await state.sessions.count())
     # In a thread, because writing hundreds of lines would block the event loop.
     content = await asyncio.to_thread(state.metrics.render, names)
     return Response(content, media_type=CONTENT_TYPE_LATEST)

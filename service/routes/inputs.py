@@ -38,7 +38,7 @@ async def answered(
     settings = call.state.settings
     if body.segments is not None or body.query is not None:
         return await compute(segments_of(call, serving, *_segments(body)))
-    truncate = settings.truncate if body.truncate is None else body.truncate
+    truncate = call.truncates(body.truncate)
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)

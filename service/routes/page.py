@@ -54,7 +54,7 @@ _HEADERS_OF_DOCS = {
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
     """Return the page."""
-    return _file("index.html")
+    return _response("index.html", _FILES, _HEADERS)
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"])
@@ -62,7 +62,7 @@ async def page_file(name: str) -> Response:
     """Return a style sheet, script or icon of the page."""
     if name not in _FILES:
         raise NotFound("the page has no such file")
-    return _file(name)
+    return _response(name, _FILES, _HEADERS)
 
 
 @docs_router.api_route("/docs", methods=["GET", "HEAD"])
@@ -77,10 +77,6 @@ async def docs_file(name: str) -> Response:
     if name not in _FILES_OF_DOCS:
         raise NotFound("the page has no such file")
     return _response(name, _FILES_OF_DOCS, _HEADERS_OF_DOCS)
-
-
-def _file(name: str) -> Response:
-    return _response(name, _FILES, _HEADERS)
 
 
 def _response(name: str, served: Mapping[str, bytes], headers: Mapping[str, str]) -> Response:

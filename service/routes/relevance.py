@@ -7,8 +7,6 @@ an embedding model      embedding of the query . embedding of the document, both
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +23,7 @@ from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
 from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.prompts import Prompt
-from service.batching.sources import Source, Texts
+from service.batching.sources import Texts
 from service.errors import rename
 from service.routes.common import computed, label_logits, named
 from service.routes.inputs import segments_of
@@ -56,7 +54,6 @@ class Relevance(NamedTuple):
 
     scores: np.ndarray  # float32 [documents]
     result: PrefillResult  # of all sequences
-    source: Source
 
     @property
     def best_first(self) -> list[int]:
@@ -99,7 +96,7 @@ async def by_list(
     labels = serving.engine.decisions.letters
     source = segments_of(call, serving, documents, query, headings(len(documents)))
     logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
-    return Relevance(class_scores(logits[:, : len(documents)])[0], result, source)
+    return Relevance(class_scores(logits[:, : len(documents)])[0], result)
 
 
 async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool) -> Relevance:
@@ -133,7 +130,7 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
         result.log_probabilities,
         "identity" if raw else "sigmoid",
     )
-    return Relevance(scores, result, source)
+    return Relevance(scores, result)
 
 
 def _require_short_query(engine: PrefillEngine, query: str, error: InputTooLong) -> None:
@@ -148,39 +145,29 @@ def _require_short_query(engine: PrefillEngine, query: str, error: InputTooLong)
 
 async def _by_embedding(call: Call, serving: Serving, question: Question) -> Relevance:
     engine = serving.engine
+
+    async def embedded(texts: list[str], prompt: Prompt | None, queries: int) -> PrefillResult:
+        """Compute texts. queries: number of texts at the front that are the query."""
+
+        def name(index: int) -> str:
+            return "query" if index < queries else f"{question.field}[{index - queries}]"
+
+        source = Texts(texts, question.truncate, question.cut)
+        with named(question.field, name):
+            return await computed(
+                call, serving, source, reuse=question.reuse, prompt=prompt, salt=question.salt
+            )
+
     of_query, of_documents = (_prompt(engine, names) for names in (_QUERY_PROMPTS, _DOCUMENT_PROMPTS))
     if of_query == of_documents:
-        parts = [_Part([question.query, *question.documents], of_query, 1)]
+        result = await embedded([question.query, *question.documents], of_query, 1)
     else:
-        parts = [_Part([question.query], of_query, 1), _Part(question.documents, of_documents, 0)]
-    results = []
-    for part in parts:
-        source = Texts(part.texts, question.truncate, question.cut)
-        with named(question.field, partial(_name, question.field, part.queries)):
-            results.append(
-                await computed(
-                    call, serving, source, reuse=question.reuse, prompt=part.prompt, salt=question.salt
-                )
-            )
-    result = results[0] if len(results) == 1 else _joined(results)
+        query = await embedded([question.query], of_query, 1)
+        documents = await embedded(question.documents, of_documents, 0)
+        ends = len(query), len(query) + len(documents)
+        result = joined([query, documents], [range(ends[0]), range(*ends)])
     embeddings = normalize(result.outputs)
-    return Relevance(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result, source)
-
-
-class _Part(NamedTuple):
-    texts: list[str]
-    prompt: Prompt | None
-    queries: int  # number of texts at the front that are the query
-
-
-def _name(field: str, queries: int, index: int) -> str:
-    return "query" if index < queries else f"{field}[{index - queries}]"
-
-
-def _joined(results: list[PrefillResult]) -> PrefillResult:
-    """Return the results of several requests as the result of one."""
-    ends = list(accumulate(map(len, results)))
-    return joined(results, [range(end - len(result), end) for end, result in zip(ends, results, strict=True)])
+    return Relevance(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result)
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:

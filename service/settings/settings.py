@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from pydantic import SecretStr, model_validator
 
@@ -14,22 +15,6 @@ from service.settings.names import Group, option_name, refused
 from service.settings.network import Network, Security
 from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 
-# In the order of the help and of the documentation.
-GROUPS: tuple[type[Group], ...] = (
-    Network,
-    Connections,
-    Supervision,
-    Security,
-    Model,
-    Processor,
-    Limits,
-    Reuse,
-    KeyValues,
-    Chunks,
-    Sessions,
-    Cluster,
-    Observability,
-)
 # Fields that say how attention maps, or keys and values, are reused.
 _OF_MAPS = ("database", "threshold", "min_gain", "sample")
 _OF_SAMPLE = ("sample_texts", "sample_half_life_hours", "renew_hours")
@@ -112,3 +97,7 @@ class Settings(
         for name in options:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise refused(f"{option_name(name)} has no effect {why}")
+
+
+# In the order of the help and of the documentation.
+GROUPS = cast(tuple[type[Group], ...], Settings.__bases__)

@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,33 +20,23 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.maps.verification import Band, Shortfall, VerifiedHits, Window
 from service.observability.metrics import Metrics
-from service.upkeep.verifying import LaterVerifier
+from service.upkeep.verifying import Hit, LaterVerifier
 
 logger = logging.getLogger(__name__)
 
 
-class _Blended(NamedTuple):
-    """A blended sequence to be verified."""
-
-    request: PrefillRequest
-    output: np.ndarray  # float32 [dimensions], the output that the client got
-    steps: int  # of the gate that blended it
-
-
-class BlendVerifier(LaterVerifier[_Blended]):
+class BlendVerifier(LaterVerifier):
     """Verifies sequences whose chunks were blended, and owns what was found."""
 
     def __init__(
         self, engine: PrefillEngine, rate: float, metrics: Metrics, chance: random.Random | None = None
     ) -> None:
-        """engine: that blends. rate: share of blended sequences to verify. chance: picks them; None: at
-        random.
+        """engine: that blends. rate, chance: see LaterVerifier.
 
         Raises NoClassifier if the budget is about decisions and there are no decisions.
         """
-        super().__init__(metrics)
-        self._engine, self._blending = engine, engine.blending
-        self._rate, self._chance = rate, chance or random.Random()
+        super().__init__(engine, rate, metrics, chance)
+        self._blending = engine.blending
         self._budget = self.policy.budget
         engine.decisions.comparator(self._budget.measure, 2 if self.policy.listwise else None)
         self._verified = VerifiedHits(self._budget)
@@ -61,7 +50,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
     def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: BlendGate) -> None:
         """See LaterVerifier."""
         chosen = [
-            _Blended(request, result.outputs[index].copy(), policy.steps)
+            Hit(request, result.outputs[index].copy(), _window(policy))
             for index, (request, report) in enumerate(zip(requests, result.blends or (), strict=False))
             # Answers that are exact would hide others that are not.
             if report and not report.is_exact and result.finite[index] and self._chance.random() < self._rate
@@ -78,26 +67,24 @@ class BlendVerifier(LaterVerifier[_Blended]):
     def _follow(self, steps: list[int]) -> None:
         while self.policy.steps < steps[0]:
             self._blending.tighten(self.policy)
-        self._keep_pending(lambda hit: hit.steps == self.policy.steps)
+        self._keep_pending(lambda hit: hit.window == _window(self.policy))
 
-    def _verify(self, hits: list[_Blended]) -> None:
+    def _verify(self, hits: list[Hit]) -> None:
         # Nothing is stored, because what is stored exactly changes the answer to the next equal prompt.
         full = self._engine.run([replace(hit.request, blend=None, prefix_key=None) for hit in hits])
         outputs = np.where(full.finite[:, None], full.outputs, np.nan)
         self._metrics.observe_verified(np.array(self._fidelities(Measure.COSINE, hits, outputs)))
         self._blending.follow_file()
         gate = self.policy
+        window = _window(gate)
         fidelities = self._fidelities(self._budget.measure, hits, outputs)
-        current = [
-            fidelity for hit, fidelity in zip(hits, fidelities, strict=True) if hit.steps == gate.steps
-        ]
-        window = Window(0, Band.USUAL, gate.steps)
+        current = [fidelity for hit, fidelity in zip(hits, fidelities, strict=True) if hit.window == window]
         if current and (shortfall := self._verified.add(window, current)):
             self._tighten(gate, shortfall)
             # Counted last, so that whoever sees the count finds the gate tightened and kept.
-            self._metrics.observe_budget_failure()
+            self._metrics.budget_failures.inc()
 
-    def _fidelities(self, measure: Measure, hits: list[_Blended], full: np.ndarray) -> list[float]:
+    def _fidelities(self, measure: Measure, hits: list[Hit], full: np.ndarray) -> list[float]:
         """Return the measure of each hit. full: exact outputs, float32 [hits, dimensions]."""
         found = []
         for hit, output in zip(hits, full, strict=True):
@@ -119,4 +106,9 @@ class BlendVerifier(LaterVerifier[_Blended]):
             logger.warning(
                 "the file of --blend could not be changed, so other servers and later starts do not know it"
             )
-        self._keep_pending(lambda hit: hit.steps == now.steps)
+        self._keep_pending(lambda hit: hit.window == _window(now))
+
+
+def _window(gate: BlendGate) -> Window:
+    """Return the window of what a gate lets blend: one for each of its steps."""
+    return Window(0, Band.USUAL, gate.steps)

@@ -73,7 +73,7 @@ class Group:
         """store: of all workers."""
         self.worker = worker
         self.process = secrets.token_hex(8)  # the name of this process in the store
-        self.verifier: LaterVerifier[Any] | None = None
+        self.verifier: LaterVerifier | None = None
         self.is_serving = False
         self._store, self._metrics = store, metrics
         self._done: Set[str] = set()  # names in `asked` of what is done here

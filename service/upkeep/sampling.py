@@ -64,7 +64,7 @@ class Sampling:
         self._waiting_tokens = 0
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        metrics.watch_sample(lambda: self.state.texts)
+        metrics.follow(metrics.sample_texts, lambda: self.state.texts)
 
     def begin(self, root: Path) -> None:
         """Sample from now on into a database's folder. Later calls do nothing: generations share a folder."""
@@ -93,7 +93,7 @@ class Sampling:
 
     def _drop(self, texts: int) -> None:
         self.state.dropped += texts
-        self._metrics.observe_unsampled(texts)
+        self._metrics.unsampled.inc(texts)
 
     # In the thread.
 

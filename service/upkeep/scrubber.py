@@ -38,11 +38,10 @@ class Scrubber:
     def _run(self) -> None:
         while not self._stopped.wait(_SECONDS_BETWEEN_ROUNDS):
             for step in self._store.scrub(_STEP_BYTES):
-                self._report(step.changed)
+                if step.changed:
+                    logger.warning(
+                        "records changed after they were checked, and are no longer used: %d", step.changed
+                    )
+                    self._metrics.corrupt_records.inc(step.changed)
                 if self._stopped.wait(step.bytes / _BYTES_PER_SECOND):
                     return
-
-    def _report(self, changed: int) -> None:
-        if changed:
-            logger.warning("records changed after they were checked, and are no longer used: %d", changed)
-            self._metrics.observe_changed_records(changed)

@@ -14,7 +14,6 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from attncache_core.reuse.maps.verification import (
     windows_of,
 )
 from service.observability.metrics import Metrics
-from service.upkeep.verifying import LaterVerifier
+from service.upkeep.verifying import Hit, LaterVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +41,7 @@ _KEPT_TOGETHER = 16
 _PATIENCE_SECONDS = 1.0
 
 
-class _Hit(NamedTuple):
-    """A hit to be verified. Token ids are a user's text, so they are not kept beyond the verification."""
-
-    request: PrefillRequest
-    output: np.ndarray  # float32 [dimensions], the output that the client got
-    window: Window  # the window that the hit counts in
-
-
-class Verifier(LaterVerifier[_Hit]):
+class Verifier(LaterVerifier):
     """Verifies hits of attention maps, and owns the findings about each window of hits."""
 
     def __init__(
@@ -60,17 +51,15 @@ class Verifier(LaterVerifier[_Hit]):
         metrics: Metrics,
         chance: random.Random | None = None,
     ) -> None:
-        """engine: with a database. rate: share of hits to verify. chance: picks the hits; None: at random.
+        """engine: with a database. rate, chance: see LaterVerifier.
 
         Starts from the findings that this and other servers have kept with the database. Raises NoClassifier
         if the budget is about decisions and there are no decisions; see Decisions.comparator.
         """
-        super().__init__(metrics)
+        super().__init__(engine, rate, metrics, chance)
         assert engine.map_reuse is not None
-        self._engine, self._reuse = engine, engine.map_reuse
+        self._reuse = engine.map_reuse
         policy = self._reuse.policy
-        self._rate = rate
-        self._chance = chance or random.Random()
         self._budget = policy.budget
         self._cosine = engine.decisions.comparator(Measure.COSINE)
         self._comparator = engine.decisions.comparator(policy.budget.measure)
@@ -104,13 +93,13 @@ class Verifier(LaterVerifier[_Hit]):
         strangeness = result.strangeness
         hits = [outcome.is_hit for outcome in result.outcomes]
         approximate = result.finite & hits & (result.similarities != 1)
-        chosen: list[_Hit] = []
+        chosen: list[Hit] = []
         for index in np.flatnonzero(approximate).tolist():
             if self._chance.random() < self._rate:
                 request = requests[index]
                 window = window_of(policy, len(request.ids), float(strangeness[index]))
                 # A copy, because a view would keep the outputs of the whole batch in memory.
-                chosen.append(_Hit(request, result.outputs[index].copy(), window))
+                chosen.append(Hit(request, result.outputs[index].copy(), window))
         self._add(chosen)
 
     def steps(self) -> list[int]:
@@ -126,7 +115,7 @@ class Verifier(LaterVerifier[_Hit]):
             self._reuse.tighten(None)
         self._keep()
 
-    def _verify(self, hits: list[_Hit]) -> None:
+    def _verify(self, hits: list[Hit]) -> None:
         full = self._engine.run([replace(hit.request, reuse=False) for hit in hits])
         with_reuse = np.stack([hit.output for hit in hits])
         # An output that is not finite agrees with nothing, even if the NaN is in a token outside the output.
@@ -150,8 +139,7 @@ class Verifier(LaterVerifier[_Hit]):
         if self._unkept >= _KEPT_TOGETHER:
             self._keep()
         # Counted last, so that whoever sees the count finds the policy tightened and kept.
-        for _ in range(failures):
-            self._metrics.observe_budget_failure()
+        self._metrics.budget_failures.inc(failures)
 
     def _tighten(self, window: Window, shortfall: Shortfall) -> None:
         self._reuse.tighten(None if window.band is Band.UNUSUAL else window.place)

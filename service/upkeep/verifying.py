@@ -7,13 +7,17 @@ for the engine or is computed; if too many hits are pending, a few after each ba
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from attncache_core import PrefillRequest, PrefillResult
+import numpy as np
+
+from attncache_core import PrefillEngine, PrefillRequest, PrefillResult
+from attncache_core.reuse.maps.verification import Window
 from service.errors import log_failure
 from service.observability.metrics import Metrics
 
@@ -29,27 +33,28 @@ _OVERDUE = 64
 _MAX_PENDING = 256
 
 
-class Hit(Protocol):
+class Hit(NamedTuple):
     """A hit to be verified. Token ids are a user's text, so they are not kept beyond the verification."""
 
-    @property
-    def request(self) -> PrefillRequest:
-        """What was asked."""
+    request: PrefillRequest
+    output: np.ndarray  # float32 [dimensions], the output that the client got
+    window: Window  # the window that the hit counts in
 
 
-H = TypeVar("H", bound=Hit)
-
-
-class LaterVerifier(ABC, Generic[H]):
+class LaterVerifier(ABC):
     """Owns hits to be verified.
 
     Any thread may call `offer`, `verify_some`, `stop`, `has_work` and `is_overdue`. One thread verifies at a
     time. Any thread may call `close` after the engine threads have ended, and `retire` before.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._pending: deque[H] = deque()
+    def __init__(
+        self, engine: PrefillEngine, rate: float, metrics: Metrics, chance: random.Random | None = None
+    ) -> None:
+        """rate: share of the hits to verify. chance: picks the hits; None: at random."""
+        self._engine, self._rate, self._metrics = engine, rate, metrics
+        self._chance = chance or random.Random()
+        self._pending: deque[Hit] = deque()
         self._pending_lock = threading.Lock()
         self._verifying = threading.Lock()
         self._stopped = False
@@ -84,7 +89,7 @@ class LaterVerifier(ABC, Generic[H]):
         """Tighten the policy until each part was tightened this often."""
 
     @abstractmethod
-    def _verify(self, hits: list[H]) -> None:
+    def _verify(self, hits: list[Hit]) -> None:
         """Compute hits in full, and tighten the policy if they fail the budget."""
 
     @property
@@ -121,7 +126,7 @@ class LaterVerifier(ABC, Generic[H]):
         """
         if not self._verifying.acquire(blocking=False):
             return
-        hits: list[H] = []
+        hits: list[Hit] = []
         try:
             hits = self._take()
             if hits:  # another thread may have taken or dropped the last ones
@@ -129,29 +134,29 @@ class LaterVerifier(ABC, Generic[H]):
         # A panic in compiled code is not an Exception, and serving must go on.
         except BaseException as error:
             log_failure(logger, "verifying hits failed", error)
-            self._metrics.observe_unverified(len(hits))
+            self._metrics.unverified.inc(len(hits))
         finally:
             self._verifying.release()
 
-    def _add(self, chosen: Sequence[H]) -> None:
+    def _add(self, chosen: Sequence[Hit]) -> None:
         """Let hits wait. Beyond a bound, the oldest pending hits are dropped."""
         with self._pending_lock:
             self._pending += chosen
             surplus = max(0, len(self._pending) - _MAX_PENDING)
             for _ in range(surplus):
                 self._pending.popleft()
-        self._metrics.observe_unverified(surplus)
+        self._metrics.unverified.inc(surplus)
 
-    def _keep_pending(self, is_current: Callable[[H], bool]) -> None:
+    def _keep_pending(self, is_current: Callable[[Hit], bool]) -> None:
         """Drop the pending hits for which `is_current` is false."""
         with self._pending_lock:
             current = deque(hit for hit in self._pending if is_current(hit))
             dropped = len(self._pending) - len(current)
             self._pending = current
-        self._metrics.observe_unverified(dropped)
+        self._metrics.unverified.inc(dropped)
 
-    def _take(self) -> list[H]:
-        taken: list[H] = []
+    def _take(self) -> list[Hit]:
+        taken: list[Hit] = []
         tokens_left = _BATCH_TOKENS
         with self._pending_lock:
             while self._pending and len(taken) < _BATCH_SEQUENCES:

@@ -184,7 +184,7 @@ class Call:
         try:
             self.is_in_quota = await holder.use.begin()
         except QuotaExceeded as error:
-            self.state.metrics.observe_quota_refusal(holder.name, error.quota)
+            self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise
 
     def reuse_requested(self) -> bool:
@@ -195,6 +195,10 @@ class Call:
         if value.lower() not in ("on", "off"):
             raise InvalidInput(f"{REUSE_HEADER} must be on or off", field=REUSE_HEADER)
         return value.lower() == "on"
+
+    def truncates(self, truncate: bool | None) -> bool:
+        """Return whether texts that are too long are cut. truncate: of the body; None: as the server does."""
+        return self.state.settings.truncate if truncate is None else truncate
 
     def salt(self, cache_salt: str | None = None) -> bytes:
         """Return what separates requests: the namespace of the client, and the salt of the body."""
@@ -275,18 +279,16 @@ class Call:
         # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
         if announced.isdigit():
             _require_small(int(announced[:20]), maximum)
-        message = await self._message()
-        if not message.get("more_body", False):
-            content: bytes = message.get("body", b"")
-            self._count(len(content), maximum)
-            return content
-        chunks, size = [message.get("body", b"")], len(message.get("body", b""))
-        while message.get("more_body", False):
-            self._count(size, maximum)
-            message = await self._message()
+        chunks: list[bytes] = []
+        size, is_whole = 0, False
+        while not is_whole:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client left before its body was complete")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-        self._count(size, maximum)
+            self._count(size, maximum)
+            is_whole = not message.get("more_body", False)
         return b"".join(chunks)
 
     def _count(self, size: int, maximum: int) -> None:
@@ -294,12 +296,6 @@ class Call:
         _require_small(size, maximum)
         self.state.bodies.take(size - self.body_bytes)
         self.body_bytes = size
-
-    async def _message(self) -> Any:
-        message = await self.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client left before its body was complete")
-        return message
 
     def _seconds_left(self, seconds: float) -> float:
         """Return the seconds until the request is this old; 0 if it is older."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, cast
@@ -31,6 +30,8 @@ from service.errors import (
     error_response,
 )
 from service.observability.metrics import SLOW_READER
+from service.settings import Settings
+from service.state import ServiceState
 from service.web.listeners import CONNECTION, LISTENER, ListenerName
 from service.web.wire import JoinedTransport, Parser
 
@@ -51,30 +52,12 @@ _LINGER_SECONDS = 2.0
 _CROWDED_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What one connection may take, and how many connections there may be."""
-
-    connections: int
-    header_seconds: float  # from the connection, or the first byte of a request, to the end of the headers
-    body_seconds: float  # from there to the end of the body, while the app reads it
-    write_seconds: float  # until the client has read a response that does not fit into the socket's buffers
-    keep_alive_seconds: float  # between two requests
-
-    def seconds(self) -> tuple[float, ...]:
-        """Return all limits of time."""
-        return self.header_seconds, self.body_seconds, self.write_seconds, self.keep_alive_seconds
-
-
 @dataclass(slots=True, eq=False)
 class Connections:
     """What the connections of one listener share. Used on the event loop."""
 
     name: ListenerName
-    limits: ConnectionLimits
-    on_cut: Callable[[str], None]  # called with one of metrics.CUT_REASONS
-    # Whether answers that are not read take most of what they may, so that others are refused soon.
-    is_crowded: Callable[[], bool] = lambda: False
+    state: ServiceState
     open: set[Connection] = field(default_factory=set)
     # Connections beyond the limit, the oldest first: they may only ask for HEALTH_PATHS.
     excess: dict[Connection, None] = field(default_factory=dict)
@@ -84,9 +67,19 @@ class Connections:
         """Return the number of connections."""
         return len(self.open) + len(self.excess)
 
+    @property
+    def limits(self) -> Settings:
+        """How long connections may take, and how many there may be."""
+        return self.state.settings
+
     def write_seconds(self) -> float:
         """Return the seconds that a client has at present to read a response."""
-        return self.limits.write_seconds * (_CROWDED_SHARE if self.is_crowded() else 1)
+        # If answers that are not read take most of what they may, others are refused soon.
+        return self.limits.write_seconds * (_CROWDED_SHARE if self.state.answers.is_half_taken else 1)
+
+    def note_cut(self, reason: str) -> None:
+        """Count a connection that was refused or cut. reason: one of metrics.CUT_REASONS."""
+        self.state.metrics.cuts.labels(reason).inc()
 
 
 class _Receiving(IntEnum):
@@ -134,12 +127,12 @@ class Connection(HttpToolsProtocol):
         self._responses = JoinedTransport(transport)
         self._since = self.loop.time()
         connections = self._of_listener
-        if len(connections.open) < connections.limits.connections:
+        if len(connections.open) < connections.limits.max_connections:
             connections.open.add(self)
             return
         connections.excess[self] = None
         if len(connections.excess) > _MAX_EXCESS_CONNECTIONS:
-            next(iter(connections.excess)).cut(_too_many_connections(connections.limits.connections))
+            next(iter(connections.excess)).cut(_too_many_connections(connections.limits.max_connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of the connection."""
@@ -267,8 +260,8 @@ class Connection(HttpToolsProtocol):
         if self in connections.excess:
             cycle.keep_alive = False
             if cycle.scope["path"] not in HEALTH_PATHS:
-                connections.on_cut(TooManyConnections.code)
-                response = error_response(_too_many_connections(connections.limits.connections))
+                connections.note_cut(TooManyConnections.code)
+                response = error_response(_too_many_connections(connections.limits.max_connections))
                 app = response
         super()._start_asgi_task(cycle, app)
 
@@ -292,7 +285,7 @@ class Connection(HttpToolsProtocol):
         """Cut the connection if the client is overdue. now: by the loop's clock."""
         write_seconds = self._of_listener.write_seconds()
         if self._write_paused_since is not None and now - self._write_paused_since > write_seconds:
-            self._of_listener.on_cut(SLOW_READER)
+            self._of_listener.note_cut(SLOW_READER)
             self.transport.abort()
         elif self.transport.is_closing() or self._closing_since is not None:
             self._closing_since = self._closing_since or now
@@ -314,7 +307,7 @@ class Connection(HttpToolsProtocol):
     def cut(self, error: AttnCacheError) -> None:
         """Close the connection, with this error as the response to what was not answered yet."""
         self._of_listener.excess.pop(self, None)
-        self._of_listener.on_cut(error.code)
+        self._of_listener.note_cut(error.code)
         self._refusal = error
         self._end_with(error)
 
@@ -365,7 +358,7 @@ class Connection(HttpToolsProtocol):
         responses instead: the client would take the error for the response to the first of them.
         """
         self._refusal = error
-        self._of_listener.on_cut(error.code)
+        self._of_listener.note_cut(error.code)
         incomplete = self.cycle if self._receiving is _Receiving.BODY else None
         answering = self._answering()
         if answering is None or answering is incomplete:
@@ -385,10 +378,7 @@ class Connection(HttpToolsProtocol):
         if answering is not None:
             answering.disconnected = True
             answering.message_event.set()
-        self._linger()
-
-    def _linger(self) -> None:
-        """Close the connection when the client has closed its side, or soon."""
+        # Close the connection when the client has closed its side, or soon.
         self._closing_since = self.loop.time()
         self._responses.flush()
         if self.transport.can_write_eof():
@@ -403,9 +393,7 @@ def _late(what: str, seconds: float) -> RequestTimeout:
 
 
 def _too_many_connections(maximum: int) -> TooManyConnections:
-    return TooManyConnections(
-        f"the server has {maximum} connections, and accepts no more at present", retry_after_seconds=1
-    )
+    return TooManyConnections(f"the server has {maximum} connections, and accepts no more at present")
 
 
 def _on_the_wire(response: Response) -> bytes:

@@ -36,7 +36,7 @@ from service.state import ServiceState
 from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client
 from service.web.connection import HEALTH_PATHS
 from service.web.error_shapes import shape_of
-from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_operators
+from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_among, is_for_operators
 from service.web.proxies import TrustedProxies
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ _PAGE, _FILES_OF_PAGE = "/", "/page/"
 _METRICS_PATH = "/metrics"
 # What concerns all clients, with all that is below it.
 _ADMIN_PATHS = (_METRICS_PATH, "/cache", "/explain")
-_BELOW_ADMIN_PATHS = tuple(f"{path}/" for path in _ADMIN_PATHS)
 _NO_SUCH_PATH = "no such path; /docs lists the paths"
 _NUMBERS = itertools.count()
 # Without spaces, so that an id is one word of a log line.
@@ -182,7 +181,7 @@ def is_open(method: str, path: str, listener: ListenerName | None) -> bool:
 
 def check_admin(path: str, holder: KeyHolder) -> None:
     """Raise Forbidden if the path is for admin keys, and the holder has none."""
-    if not holder.is_admin and (path in _ADMIN_PATHS or path.startswith(_BELOW_ADMIN_PATHS)):
+    if not holder.is_admin and is_among(path, _ADMIN_PATHS):
         raise Forbidden(
             f"this path is about all clients and needs a key with the word {ADMIN} in the file of --api-keys"
         )

@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -137,7 +138,12 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 def is_for_operators(path: str) -> bool:
     """Return whether a path belongs to the routes for operators."""
-    return any(path == known or path.startswith(f"{known}/") for known in OPERATORS_PATHS)
+    return is_among(path, OPERATORS_PATHS)
+
+
+def is_among(path: str, paths: Sequence[str]) -> bool:
+    """Return whether a path is one of these, or below one of them."""
+    return any(path == known or path.startswith(f"{known}/") for known in paths)
 
 
 def _tcp(name: ListenerName, host: str, port: int, tls: ssl.SSLContext | None) -> Listener:

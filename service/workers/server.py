@@ -9,6 +9,7 @@ loading fails      end, and return the exception
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -31,9 +32,8 @@ from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
 from service.state import Loaded, Pause, ServiceState
-from service.upkeep.garbage import look_at_requests_only
 from service.upkeep.group import Worker
-from service.web.connection import Connection, ConnectionLimits, Connections
+from service.web.connection import Connection, Connections
 from service.web.listeners import Listener, load_certificate
 from service.workers.acceptor import Acceptor
 
@@ -48,6 +48,8 @@ _CUT_SECONDS = 0.5
 # Until the event loop has read what a new connection has sent already.
 _ARRIVING_SECONDS = 0.01
 _SECONDS_BETWEEN_CHECKS = 1.0
+# Requests that wait are some ten objects each, and each garbage collection looks at the new ones.
+_NEW_OBJECTS = 20_000
 # Beside connections: the model's files, segments of the database, threads' descriptors.
 _OTHER_FILES = 512
 # With several workers, a connection is left to the others for so long per connection that this worker has.
@@ -128,25 +130,21 @@ class Server(uvicorn.Server):
         """is_alone: whether no other process has these listeners."""
         super().__init__(_uvicorn_config(app))
         state: ServiceState = app.state.service
-        limits = ConnectionLimits(
-            settings.max_connections,
-            settings.header_seconds,
-            settings.body_seconds,
-            settings.write_seconds,
-            settings.keep_alive_seconds,
-        )
         self._listeners = listeners
         self._is_alone = is_alone
-        self._of_listeners = [
-            Connections(listener.name, limits, state.metrics.observe_cut, lambda: state.answers.is_half_taken)
-            for listener in listeners
-        ]
+        self._of_listeners = [Connections(listener.name, state) for listener in listeners]
         for connections in self._of_listeners:
-            state.metrics.watch_connections(connections.name, connections.count)
+            state.metrics.follow(state.metrics.connections.labels(connections.name), connections.count)
         self._state = state
         self._drain_seconds, self._delay_seconds = settings.drain_seconds, settings.drain_delay_seconds
         self._drain_at = 0.0  # by time.monotonic, from the first signal on
-        self._between_checks = min(_SECONDS_BETWEEN_CHECKS, *(seconds / 2 for seconds in limits.seconds()))
+        self._between_checks = min(
+            _SECONDS_BETWEEN_CHECKS,
+            settings.header_seconds / 2,
+            settings.body_seconds / 2,
+            settings.write_seconds / 2,
+            settings.keep_alive_seconds / 2,
+        )
         self._checked_at = 0.0
         self._hangup = False
         self._guard: threading.Timer | None = None  # from the first signal on
@@ -224,7 +222,7 @@ class Server(uvicorn.Server):
         for connection in self._connections():
             connection.drain()
             if not connection.is_idle:
-                connection.cut(ShuttingDown("the server is ending", retry_after_seconds=1))
+                connection.cut(ShuttingDown("the server is ending"))
         if self.server_state.tasks:
             # Requests that were cut notice that their client is gone.
             _, running = await asyncio.wait(self.server_state.tasks, timeout=_CUT_SECONDS)
@@ -265,9 +263,6 @@ class Server(uvicorn.Server):
             self._check_connections()
             await asyncio.sleep(_TICK_SECONDS)
 
-    def _is_drained(self) -> bool:
-        return not self.server_state.tasks and not self._is_receiving()
-
     async def _answer_last(self) -> None:
         """Answer what arrives on connections that were accepted just before the listeners were closed."""
         deadline = asyncio.get_running_loop().time() + _CUT_SECONDS
@@ -276,8 +271,9 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_ARRIVING_SECONDS)
         await self._drain(_CUT_SECONDS)
 
-    def _is_receiving(self) -> bool:
-        return self._is_opening() or not all(connection.is_idle for connection in self._connections())
+    def _is_drained(self) -> bool:
+        is_idle = all(connection.is_idle for connection in self._connections())
+        return is_idle and not self.server_state.tasks and not self._is_opening()
 
     def _is_opening(self) -> bool:
         """Return whether a connection was accepted of which `_connections` does not know yet."""
@@ -293,6 +289,18 @@ class Server(uvicorn.Server):
             self._checked_at = now
             for connection in self._connections():
                 connection.check(now)
+
+
+def look_at_requests_only() -> None:
+    """Let Python's garbage collector look at new objects only, and less often.
+
+    Every thread waits while the collector looks for objects that hold each other. Modules and models are some
+    hundred thousand objects that stay until the end: to look at them all takes 0.2 seconds. An object that
+    exists now is still freed when nothing refers to it, unless it refers to itself.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS)
 
 
 def allow_files(count: int) -> None:

@@ -83,7 +83,7 @@ def test_every_request_gets_its_own_result_in_order_from_any_threads_and_no_batc
             pending = [submit(batcher, texts) for texts in requests]
             for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
                 assert_result_of(texts, result)
-            assert batcher._queue._waiting_tokens == 0
+            assert batcher.waiting_tokens == 0
         assert engine.most_running <= threads
         computed = sorted(text for batch in engine.batches for text in batch)
         assert computed == sorted(text for texts in requests for text in texts)

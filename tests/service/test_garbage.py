@@ -13,7 +13,7 @@ from raw_http import HEALTH, post, read_response, served
 # In a process of its own, because the collector of the tests is not to be changed.
 LOADED_AND_NEW = """
 import gc, weakref
-from service.upkeep.garbage import look_at_requests_only
+from service.workers.server import look_at_requests_only
 
 class Circle:
     def __init__(self):

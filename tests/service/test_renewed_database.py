@@ -199,7 +199,7 @@ async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
                 built = (tiny_prototypes_database, tiny_database)[number % 2]
                 published = await asyncio.to_thread(publish, root, built)
                 gc.collect()
-                gc.freeze()  # as service/upkeep/garbage.py does for each engine
+                gc.freeze()  # as service/workers/server.py does for each engine
                 await until_generation(client, published)
                 stores.append(weakref.ref(state.serving().engine.map_reuse.database.search.store))
                 if number in (SWAPS // 2 - 1, SWAPS - 1):

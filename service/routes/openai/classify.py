@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, classified, named
+from service.routes.common import answer, check_count, classified, named
 from service.routes.openai.models import check_model_name, served_name
-from service.routes.openai.schemas import OPENAI_ERRORS, TAG, ModelName, Salt, Usage, User, usage_of
-from service.schemas import Inputs
+from service.routes.openai.schemas import ModelName, Salt, Usage, User, usage_of
+from service.schemas import Body, Inputs
 from service.web.call import Answer, CurrentCall
 
 
-class ClassificationRequest(BaseModel):
+class ClassificationRequest(Body):
     """The body of POST /v1/classify."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input: Inputs = Field(description="One text or a list of texts.")
     model: ModelName = None
@@ -73,18 +71,4 @@ async def create_classifications(call: CurrentCall) -> Answer:
         "data": data,
         "usage": usage_of(found.result, settings),
     }
-    return answer(content, found.result, call, source)
-
-
-ROUTES = (
-    InferenceRoute(
-        "/v1/classify",
-        create_classifications,
-        ClassificationRequest,
-        Classifications,
-        "The classes of each input, in the order of the inputs.",
-        headers=ANSWER_HEADERS,
-        errors=OPENAI_ERRORS,
-        tag=TAG,
-    ),
-)
+    return answer(content, found.result, call)

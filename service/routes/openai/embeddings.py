@@ -9,10 +9,10 @@ import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
 from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed, named
+from service.routes.common import answer, check_count, computed, named
 from service.routes.embed import embedding_server
 from service.routes.openai.models import check_model_name, served_name
-from service.routes.openai.schemas import OPENAI_ERRORS, TAG, Embeddings, EmbeddingsRequest, usage_of
+from service.routes.openai.schemas import EmbeddingsRequest, usage_of
 from service.web.call import Answer, CurrentCall
 
 
@@ -43,7 +43,7 @@ async def create_embeddings(call: CurrentCall) -> Answer:
         "model": served_name(settings),
         "usage": usage_of(result, settings),
     }
-    return answer(content, result, call, source)
+    return answer(content, result, call)
 
 
 def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> list[dict[str, Any]]:
@@ -75,17 +75,3 @@ def _check_ends(engine: PrefillEngine, source: Source) -> None:
                 "--no-check-token-ids accepts all ids",
                 field=f"input[{index}]",
             )
-
-
-ROUTES = (
-    InferenceRoute(
-        "/v1/embeddings",
-        create_embeddings,
-        EmbeddingsRequest,
-        Embeddings,
-        "One embedding per input, in the order of the inputs.",
-        headers=ANSWER_HEADERS,
-        errors=OPENAI_ERRORS,
-        tag=TAG,
-    ),
-)

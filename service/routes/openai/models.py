@@ -7,22 +7,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Response
 
 from service.errors import UnknownModel
-from service.routes.openai.schemas import OPENAI_ERRORS, TAG, Model, Models
+from service.routes.common import json_response
+from service.routes.openai.schemas import OPENAI, Model, Models
 from service.settings import Settings
 from service.web.call import Call, CurrentCall
 
-router = APIRouter(prefix="/v1", tags=[TAG])
+router = APIRouter(prefix="/v1", tags=[OPENAI.tag])
 
 # Accepts every name, as a name of --served-model-name.
 _ANY = "*"
 # Says for itself that the client means whatever model the server has.
 _DEFAULT = "default"
 _STARTED = int(time.time())
-_ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI_ERRORS[503]}
+_ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI.errors[503]}
 
 
 def served_name(settings: Settings) -> str:
@@ -44,14 +44,14 @@ def check_model_name(name: str | None, settings: Settings) -> None:
 @router.get("/models", response_model=Models, responses=_ERRORS)
 async def list_models(call: CurrentCall) -> Response:
     """Return a list with the model that this server serves."""
-    return _json({"object": "list", "data": [_described(call)]})
+    return json_response({"object": "list", "data": [_described(call)]})
 
 
-@router.get("/models/{model:path}", response_model=Model, responses={**_ERRORS, 404: OPENAI_ERRORS[404]})
+@router.get("/models/{model:path}", response_model=Model, responses={**_ERRORS, 404: OPENAI.errors[404]})
 async def retrieve_model(call: CurrentCall, model: str) -> Response:
     """Return the model, by any name that requests may give."""
     check_model_name(model, call.state.settings)
-    return _json(_described(call))
+    return json_response(_described(call))
 
 
 def _described(call: Call) -> dict[str, Any]:
@@ -62,10 +62,6 @@ def _described(call: Call) -> dict[str, Any]:
         "owned_by": "attncache",
         "max_model_len": call.serving().engine.tokenizer.max_tokens,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
 
 
 @cache

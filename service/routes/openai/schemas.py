@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from attncache_core import PrefillResult
-from service.routes.common import ERRORS
-from service.schemas import Dimensions, Name, TextsOrIds
+from service.routes.common import ERRORS, Api
+from service.schemas import Body, Dimensions, Name, TextsOrIds
 from service.settings import Settings
-
-TAG = "OpenAI"
 
 ModelName = Annotated[
     Name | None,
@@ -27,10 +25,8 @@ Salt = Annotated[
 ]
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(Body):
     """The body of POST /v1/embeddings."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input: TextsOrIds = Field(
         description="One text or a list of texts, or the token ids of one text or several, computed as they "
@@ -117,9 +113,11 @@ class OpenAIErrorBody(BaseModel):
     error: OpenAIError
 
 
-OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {**documented, "model": OpenAIErrorBody} for status, documented in ERRORS.items()
-} | {404: {"model": OpenAIErrorBody, "description": "The server does not serve the model."}}
+OPENAI = Api(
+    "OpenAI",
+    {status: {**documented, "model": OpenAIErrorBody} for status, documented in ERRORS.items()}
+    | {404: {"model": OpenAIErrorBody, "description": "The server does not serve the model."}},
+)
 
 
 def usage_of(result: PrefillResult, settings: Settings) -> dict[str, Any]:

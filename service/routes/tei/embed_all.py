@@ -12,9 +12,9 @@ import orjson
 from attncache_core import PrefillEngine
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source, Tokenized, prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed
+from service.routes.common import answer, check_count, computed
 from service.routes.embed import embedding_server
-from service.routes.tei.schemas import TAG, TEI_ERRORS, EmbedAllRequest, truncates
+from service.routes.tei.schemas import EmbedAllRequest
 from service.web.call import Answer, CurrentCall
 
 # Of one response, which has some 12 bytes per number.
@@ -57,7 +57,7 @@ async def embed_all(call: CurrentCall) -> Answer:
     reuse = call.reuse_requested()
     body = await call.read(EmbedAllRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
-    source = source_of(body.inputs, truncates(body.truncate, settings), body.truncation_direction or "right")
+    source = source_of(body.inputs, call.truncates(body.truncate), body.truncation_direction or "right")
     prompt = prompt_of(engine, source, body.prompt_name) or engine.tokenizer.default_prompt
     reading = replace(
         prompt, sequence_plans=tuple(replace(plan, states=True) for plan in prompt.sequence_plans)
@@ -65,7 +65,7 @@ async def embed_all(call: CurrentCall) -> Answer:
     limited = _Limited(source, _MAX_NUMBERS // engine.model.hidden_size)
     result = await computed(call, serving, limited, reuse=reuse, prompt=reading, salt=call.salt())
     content = await asyncio.to_thread(_json, result.token_states or ())
-    return answer(orjson.Fragment(content), result, call, source)
+    return answer(orjson.Fragment(content), result, call)
 
 
 def _json(states: Sequence[np.ndarray]) -> bytes:
@@ -79,17 +79,3 @@ def _json_of_text(states: np.ndarray) -> bytes:
         for first in range(0, len(states), _PART_TOKENS)
     )
     return b"[" + b",".join(parts) + b"]"
-
-
-ROUTES = (
-    InferenceRoute(
-        "/embed_all",
-        embed_all,
-        EmbedAllRequest,
-        list[list[list[float]]],
-        "For each input, an embedding of each token.",
-        headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS,
-        tag=TAG,
-    ),
-)

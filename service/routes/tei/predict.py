@@ -8,9 +8,8 @@ import numpy as np
 
 from attncache_core import InvalidInput
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, Classified, InferenceRoute, answer, check_count, classified
-from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictRequest, truncates
-from service.schemas import LabelScore
+from service.routes.common import Classified, answer, check_count, classified
+from service.routes.tei.schemas import PredictRequest
 from service.web.call import Answer, CurrentCall
 
 
@@ -27,14 +26,12 @@ async def predict(call: CurrentCall) -> Answer:
             "[[text, text]] for a pair",
             field="inputs",
         )
-    source = Texts(
-        body.inputs.texts, truncates(body.truncate, settings), body.truncation_direction or "right"
-    )
+    source = Texts(body.inputs.texts, call.truncates(body.truncate), body.truncation_direction or "right")
     found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
     content = [_best_first(found.labels, row, maximum) for row in _scores(found, body)]
     is_list = body.inputs.is_list or body.parameters is not None
-    return answer(content if is_list else content[0], found.result, call, source)
+    return answer(content if is_list else content[0], found.result, call)
 
 
 def _scores(found: Classified, body: PredictRequest) -> np.ndarray:
@@ -49,17 +46,3 @@ def _best_first(labels: tuple[str, ...], scores: np.ndarray, maximum: int | None
     order = np.argsort(-scores, kind="stable")[:maximum].tolist()
     values = scores.tolist()
     return [{"score": values[column], "label": labels[column]} for column in order]
-
-
-ROUTES = (
-    InferenceRoute(
-        "/predict",
-        predict,
-        PredictRequest,
-        list[LabelScore] | list[list[LabelScore]],
-        "The labels, best first: a list for one text or pair, and a list of lists for a list of them.",
-        headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS,
-        tag=TAG,
-    ),
-)

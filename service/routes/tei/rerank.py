@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
-from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count
+from service.routes.common import answer, check_count
 from service.routes.openai.models import check_model_name, served_name
-from service.routes.openai.schemas import OPENAI_ERRORS, ModelName, Salt, Usage, usage_of
-from service.routes.openai.schemas import TAG as OPENAI_TAG
+from service.routes.openai.schemas import ModelName, Salt, Usage, usage_of
 from service.routes.relevance import Question, Relevance, by_list, relevance
-from service.routes.tei.schemas import TAG, TEI_ERRORS, TeiErrorBody, truncates
-from service.schemas import REFUSED, Text, Texts, Truncate, TruncationDirection
+from service.schemas import REFUSED, Body, Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call, CurrentCall
 
 
@@ -33,10 +31,8 @@ def _plain(document: Any) -> Any:
 Document = Annotated[Text, BeforeValidator(_plain, json_schema_input_type=str | dict[str, Any])]
 
 
-class RerankRequest(BaseModel):
+class RerankRequest(Body):
     """The body of POST /rerank."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     query: Text
     texts: Texts | None = Field(None, description="The documents, for a response as a list.")
@@ -127,13 +123,13 @@ async def rerank(call: CurrentCall) -> Answer:
         )
     if field == "segments":
         found = await by_list(call, serving, body.query, documents, reuse, call.salt(body.cache_salt))
-        return answer(_of_documents(found, documents, body, call), found.result, call, found.source)
+        return answer(_of_documents(found, documents, body, call), found.result, call)
     check_count(documents, field, settings.max_request_inputs - 1)
     question = Question(
         body.query,
         documents,
         field,
-        truncates(body.truncate, settings),
+        call.truncates(body.truncate),
         body.truncation_direction or "right",
         body.instruction,
         reuse,
@@ -141,7 +137,7 @@ async def rerank(call: CurrentCall) -> Answer:
     )
     found = await relevance(call, serving, question, raw=bool(body.raw_scores))
     make = _of_texts if field == "texts" else _of_documents
-    return answer(make(found, documents, body, call), found.result, call, found.source)
+    return answer(make(found, documents, body, call), found.result, call)
 
 
 def _documents(body: RerankRequest) -> tuple[str, list[str]]:
@@ -192,32 +188,3 @@ def _of_documents(found: Relevance, documents: list[str], body: RerankRequest, c
         ],
         "usage": usage_of(found.result, call.state.settings),
     }
-
-
-_SAYS = "The documents, best first: a list for texts, and an object with results for documents."
-
-ROUTES = (
-    InferenceRoute(
-        "/rerank",
-        rerank,
-        RerankRequest,
-        list[Rank] | Ranked,
-        _SAYS,
-        headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS | {404: {"model": TeiErrorBody, "description": OPENAI_ERRORS[404]["description"]}},
-        tag=TAG,
-    ),
-    *(
-        InferenceRoute(
-            path,
-            rerank,
-            RerankRequest,
-            list[Rank] | Ranked,
-            _SAYS,
-            headers=ANSWER_HEADERS,
-            errors=OPENAI_ERRORS,
-            tag=OPENAI_TAG,
-        )
-        for path in ("/v1/rerank", "/v2/rerank")
-    ),
-)

@@ -13,35 +13,30 @@ from functools import partial
 from typing import NoReturn
 
 import orjson
-from pydantic import BaseModel, ConfigDict, RootModel
+from pydantic import RootModel
 
 from attncache_core import InvalidInput, NotFinite, PrefillEngine
 from service.errors import rename
 from service.routes.classify import scored
-from service.routes.common import ANSWER_HEADERS, InferenceRoute
 from service.routes.embed import embed
 from service.routes.tei.predict import predict
-from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
-from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictParameters, PredictRequest, SimilarityRequest
+from service.routes.tei.rerank import RerankRequest, rerank
+from service.routes.tei.schemas import PredictParameters, PredictRequest, SimilarityRequest
 from service.routes.tei.similarity import similarity
-from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
+from service.schemas import Body, ClassifyRequest, EmbedRequest, Inputs, Text, Texts
 from service.web.call import Answer, Call, CurrentCall
 
 
-class ZeroShotParameters(BaseModel):
+class ZeroShotParameters(Body):
     """The labels, and how they are scored."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     candidate_labels: Texts
     multi_label: bool | None = None
     hypothesis_template: Text | None = None
 
 
-class ZeroShotRequest(BaseModel):
+class ZeroShotRequest(Body):
     """The body for zero-shot classification."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     inputs: Inputs
     parameters: ZeroShotParameters
@@ -117,19 +112,3 @@ def _rename(error: InvalidInput | NotFinite) -> None:
         rename(error, f"parameters.candidate_{field}")
     elif field in ("hypothesis_template", "multi_label"):
         rename(error, f"parameters.{field}")
-
-
-_Answered = list[list[float]] | list[float] | list[LabelScore] | list[list[LabelScore]] | list[Rank] | Ranked
-
-ROUTES = (
-    InferenceRoute(
-        "/",
-        task,
-        TaskRequest,
-        _Answered,
-        "What the route for the task answers.",
-        headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS,
-        tag=TAG,
-    ),
-)

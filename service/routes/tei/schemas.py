@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from attncache_core.checkpoints.template import Text as TextOrPair
-from service.routes.common import ERRORS
+from service.routes.common import ERRORS, Api
 from service.schemas import (
     REFUSED,
+    Body,
     Inputs,
     Text,
     Texts,
@@ -22,9 +23,7 @@ from service.schemas import (
     as_lists_of_ids,
     checked_text,
 )
-from service.settings import Settings
 
-TAG = "text-embeddings-inference"
 PromptName = Annotated[
     Text | None,
     Field(
@@ -70,10 +69,8 @@ def _not_predictable(where: str) -> PydanticCustomError:
     )
 
 
-class _Request(BaseModel):
+class _Request(Body):
     """What the bodies of several routes hold."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
@@ -88,10 +85,8 @@ class EmbedAllRequest(_Request):
     prompt_name: PromptName = None
 
 
-class PredictParameters(BaseModel):
+class PredictParameters(Body):
     """The parameters that clients of the Hugging Face Hub send to classify texts."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
         None, description="What makes scores of logits. Default: what the model was trained with."
@@ -121,10 +116,8 @@ class PredictRequest(_Request):
     )
 
 
-class SimilarityInputs(BaseModel):
+class SimilarityInputs(Body):
     """The texts that are compared."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     source_sentence: Text = Field(description="The text that all sentences are compared with.")
     sentences: Texts
@@ -136,19 +129,15 @@ class SimilarityParameters(_Request):
     prompt_name: PromptName = None
 
 
-class SimilarityRequest(BaseModel):
+class SimilarityRequest(Body):
     """The body of POST /similarity."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """The body of POST /tokenize."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     inputs: Inputs = Field(description="One text or a list of texts.")
     add_special_tokens: bool = Field(
@@ -157,10 +146,8 @@ class TokenizeRequest(BaseModel):
     prompt_name: PromptName = None
 
 
-class DecodeRequest(BaseModel):
+class DecodeRequest(Body):
     """The body of POST /decode."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     ids: Annotated[
         TokenIdLists,
@@ -186,11 +173,7 @@ class TeiErrorBody(BaseModel):
     error_type: Literal["Validation", "Overloaded", "Backend", "Unhealthy"]
 
 
-TEI_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {**documented, "model": TeiErrorBody} for status, documented in ERRORS.items() if status != 404
-}
-
-
-def truncates(truncate: bool | None, settings: Settings) -> bool:
-    """Return whether texts that are too long are cut. truncate: of the request; None: as the server does."""
-    return settings.truncate if truncate is None else truncate
+TEI = Api(
+    "text-embeddings-inference",
+    {status: {**documented, "model": TeiErrorBody} for status, documented in ERRORS.items() if status != 404},
+)

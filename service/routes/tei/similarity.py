@@ -5,9 +5,9 @@ from __future__ import annotations
 from attncache_core import normalize
 from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed, named
+from service.routes.common import answer, check_count, computed, named
 from service.routes.embed import embedding_server
-from service.routes.tei.schemas import TAG, TEI_ERRORS, SimilarityParameters, SimilarityRequest, truncates
+from service.routes.tei.schemas import SimilarityParameters, SimilarityRequest
 from service.web.call import Answer, CurrentCall
 
 _SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"
@@ -24,28 +24,14 @@ async def similarity(call: CurrentCall) -> Answer:
     prompt = None if name is None else serving.engine.tokenizer.named_prompt(name)
     source = Texts(
         [body.inputs.source_sentence, *body.inputs.sentences],
-        truncates(parameters.truncate, settings),
+        call.truncates(parameters.truncate),
         parameters.truncation_direction or "right",
     )
     with named(_SENTENCES, _name):
         result = await computed(call, serving, source, reuse=reuse, prompt=prompt, salt=call.salt())
     embeddings = normalize(result.outputs)
-    return answer(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result, call, source)
+    return answer(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result, call)
 
 
 def _name(index: int) -> str:
     return f"{_SENTENCES}[{index - 1}]" if index else _SOURCE
-
-
-ROUTES = (
-    InferenceRoute(
-        "/similarity",
-        similarity,
-        SimilarityRequest,
-        list[float],
-        "One cosine per sentence.",
-        headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS,
-        tag=TAG,
-    ),
-)

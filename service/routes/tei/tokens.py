@@ -9,8 +9,8 @@ import orjson
 
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
-from service.routes.common import InferenceRoute, check_count
-from service.routes.tei.schemas import TAG, TEI_ERRORS, DecodeRequest, SimpleToken, TokenizeRequest
+from service.routes.common import check_count
+from service.routes.tei.schemas import DecodeRequest, TokenizeRequest
 from service.web.call import Answer, CurrentCall
 
 # Of one request. The response has some 60 bytes per token.
@@ -78,27 +78,3 @@ def _token(piece: Piece) -> dict[str, Any]:
         "start": piece.start,
         "stop": piece.stop,
     }
-
-
-ROUTES = (
-    InferenceRoute(
-        "/tokenize",
-        tokenize,
-        TokenizeRequest,
-        list[list[SimpleToken]],
-        "The tokens of each text.",
-        errors=TEI_ERRORS,
-        tag=TAG,
-        reuses=False,
-    ),
-    InferenceRoute(
-        "/decode",
-        decode,
-        DecodeRequest,
-        list[str],
-        "One text per list of token ids.",
-        errors=TEI_ERRORS,
-        tag=TAG,
-        reuses=False,
-    ),
-)
