@@ -30,6 +30,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ from attncache_core.calibration.familiarity_fit import count_tokens
 from attncache_core.calibration.probes import find_probes
 from attncache_core.corpus import CorpusSentence, unfamiliar_texts
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import BuildFailed, InvalidInput
+from attncache_core.errors import BuildFailed, CorruptDatabase, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.variant import is_count
 from attncache_core.native import MAPS_VERSION
@@ -115,20 +116,28 @@ def build_database(
     if start_from:
         _require_continuable(start_from, engine, options)
     started = time.perf_counter()
+    existed = folder.exists()
     try:
         with locked(folder, on_wait=lambda: progress("waiting for another build", 0, 1)):
             if folder.exists():
                 if keep_existing:
                     return
                 raise BuildFailed(
-                    f"{folder} exists already; choose another folder or remove it", field="database"
+                    f"{folder} exists already; choose another folder or remove it"
+                    if existed
+                    else f"another process has built {folder} meanwhile, and it is not built again",
+                    field="database",
                 )
             build = _Build(engine, list(corpus), folder, options, progress, start_from)
             build.run(started)
     except OSError as error:
+        kept = (
+            f"; the finished part is kept in {partial_folder(folder)}: start the same build again to resume, "
+            "or remove this folder"
+        )
         raise BuildFailed(
-            f"{folder} cannot be written: {error.strerror or type(error).__name__}; the finished part is "
-            f"kept in {partial_folder(folder)}: start the same build again to resume, or remove this folder",
+            f"{folder} cannot be written: {error.strerror or type(error).__name__}"
+            + (kept if partial_folder(folder).exists() else ""),
             field="database",
         ) from error
 
@@ -268,7 +277,7 @@ class _Build:
             }
         )
         path = self.partial / "inputs.json"
-        if not path.is_file() or path.read_text(encoding="utf-8") != inputs:
+        if not path.is_file() or path.read_bytes() != inputs.encode():
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(mode=PRIVATE, parents=True)
             write_whole(path, inputs.encode())
@@ -292,7 +301,8 @@ class _Build:
     def _measure_damage(self) -> None:
         """Set `damage` and `rank`. Both keep their default values if too few sentences are held out."""
         path = self.partial / "damage.json"
-        if not path.is_file():
+        joint = _kept_damage(path, self.rank.size)
+        if joint is None:
             joint = measure_head_damage(
                 self.engine,
                 self.sentences,
@@ -304,14 +314,16 @@ class _Build:
             if joint is None:
                 return
             write_whole(path, json.dumps(joint.tolist()).encode())
-        joint = np.array(json.loads(path.read_text(encoding="utf-8")))
         self.damage = damage_of_each(joint, len(self.rank))
         self.rank = reuse_rank(joint, len(self.rank))
 
     def _train_projector(self, store: AttentionMapStore) -> FeatureProjector:
         """Return the projector, trained and written to its file unless a stopped build has written it."""
         path = self.partial / "projector.safetensors"
-        if not path.is_file():
+        projector = None
+        with suppress(CorruptDatabase):  # also if there is none yet
+            projector = FeatureProjector.load(path)
+        if projector is None:
             torch.manual_seed(self.options.seed)
             longest, steps = max(self.recording.by_length), self.options.training_steps
             if self.start_from:
@@ -335,7 +347,8 @@ class _Build:
                 on_step=lambda step: self.progress("training the projector", step + 1, steps),
             )
             write_whole(path, projector.to_bytes())
-        return FeatureProjector.load(path)
+            projector = FeatureProjector.load(path)
+        return projector
 
     def _projectors(self, projector: FeatureProjector) -> dict[str, FeatureProjector]:
         """Return the projectors whose choices of records are measured, by the name of their figure."""
@@ -449,6 +462,15 @@ class _Build:
         if self.recorded != self.partial:
             shutil.rmtree(self.recorded)
         move_into_place(self.partial, self.folder)
+
+
+def _kept_damage(path: Path, heads: int) -> np.ndarray | None:
+    """Return the damage that a stopped build has measured, [heads, heads]; None if there is none to read."""
+    with suppress(OSError, ValueError):
+        joint = np.array(json.loads(path.read_bytes()), dtype=np.float64)
+        if joint.shape == (heads, heads) and np.isfinite(joint).all():
+            return joint
+    return None
 
 
 def _indexed(features: dict[int, np.ndarray]) -> FeatureIndex:

@@ -8,8 +8,6 @@ databases/NAME-FINGERPRINT-vVERSIONS.damaged-TIME    the last database that was 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
 from datetime import UTC, datetime
@@ -27,7 +25,7 @@ from attncache_core.native import MAPS_VERSION
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.manifest import FORMAT_VERSION
 from attncache_core.runtime.devices import Device, Dtype
-from attncache_core.runtime.files import locked
+from attncache_core.runtime.files import locked, refused_read
 
 # Raised when calibration keeps a budget that it did not keep before: servers then build the database anew.
 _CALIBRATION_VERSION = 3
@@ -112,7 +110,8 @@ def open_default_database(
         database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
         database.decisions  # noqa: B018 - reading the property checks the file
     except DatabaseRefused as error:
-        raise CorruptDatabase(f"the default database is damaged: {error}", field="database") from error
+        what = "cannot be read" if refused_read(error) else "is damaged"
+        raise CorruptDatabase(f"the default database {what}: {error}", field="database") from error
     return database
 
 
@@ -121,7 +120,8 @@ def set_damaged_aside(checkpoint: Checkpoint, cache_dir: Path | None = None) -> 
 
     Returns the new path of the damaged database. Returns None if no database is damaged, for example because
     another process renamed or rebuilt the database. Waits while another process builds. Removes databases
-    that were set aside earlier. Raises OSError if the folder cannot be renamed or read.
+    that were set aside earlier. Raises OSError if the folder cannot be renamed, or if the system does not let
+    this process read a file, which may be sound.
     """
     folder = default_database_folder(checkpoint, cache_dir)
     # A finished build is moved into place under the same lock, so the folder cannot change between the check
@@ -129,11 +129,12 @@ def set_damaged_aside(checkpoint: Checkpoint, cache_dir: Path | None = None) -> 
     with locked(folder, on_wait=lambda: None):
         if not folder.exists():
             return None
-        with contextlib.suppress(CorruptDatabase):
+        try:
             open_default_database(checkpoint, cache_dir)
             return None
-        if not os.access(folder, os.R_OK):
-            raise PermissionError(f"{folder} belongs to another user")
+        except CorruptDatabase as error:
+            if reason := refused_read(error):
+                raise OSError(reason.errno, reason.strerror, reason.filename or str(folder)) from error
         earlier = list(folder.parent.glob(f"{folder.name}.damaged-*"))
         time = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         aside = folder.rename(folder.with_name(f"{folder.name}.damaged-{time}"))

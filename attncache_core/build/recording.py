@@ -25,6 +25,7 @@ from attncache_core.reuse.maps.prototypes import PrototypeIndex
 from attncache_core.reuse.mask import head_order
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.seal import Seal
+from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_header import is_finished
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
 from attncache_core.reuse.storage.store import AttentionMapStore
@@ -196,16 +197,21 @@ class Recording:
         """
         total, done = sum(map(self.records, self.lengths)), 0
         for length in self.lengths:
-            if self.is_written(folder, length):
-                done += self.records(length)
-                continue
             path, records = segment_path(folder, length), self.records(length)
+            # A stopped build has written the segment, and the disk may have damaged it since.
+            if self.is_written(folder, length) and self._is_sound(path, length):
+                done += records
+                continue
             with SegmentWriter(path, length, records, self.layout, self._seal) as writer:
                 for maps, ids, kind in self._contents(length, head_order(rank)):
                     writer.append(maps, ids, kind)
                     done += 1
                     progress(done, total)
         return AttentionMapStore(folder, self.lengths, self.layout, self._seal)
+
+    def _is_sound(self, path: Path, length: int) -> bool:
+        segment = Segment(path, length, self.layout, self._seal)
+        return bool(segment.are_sound(np.arange(len(segment))).all())
 
     def write_synthetic(self, recorded: AttentionMapStore, folder: Path) -> AttentionMapStore:
         """Write segments with the synthetic records of `recorded` alone, and return their store.

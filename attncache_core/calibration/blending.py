@@ -9,14 +9,16 @@ import hashlib
 import json
 import statistics
 import time
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -114,7 +116,7 @@ class Measurements:
                 line = {"key": self._key, "name": name, "ratios": list(found.fidelities)}
                 line |= {"fidelities": [*found.fidelities.values()], "seconds": [*found.seconds.values()]}
                 with self._path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(line | {"checksum": _checksum(line)}) + "\n")
         return self._known[name]
 
     def close(self) -> None:
@@ -123,15 +125,22 @@ class Measurements:
             self._path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> None:
-        for text in path.read_text().splitlines():
-            try:
+        for text in path.read_bytes().splitlines():
+            # Other lines were being written when the process was killed, or were damaged.
+            with suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
-                ratios = [float(ratio) for ratio in line["ratios"]]
-                if line["key"] == self._key:
-                    found = (dict(zip(ratios, line[part], strict=True)) for part in ("fidelities", "seconds"))
+                if line["key"] == self._key and _checksum(line) == line["checksum"]:
+                    found = (
+                        dict(zip(map(float, line["ratios"]), line[part], strict=True))
+                        for part in ("fidelities", "seconds")
+                    )
                     self._known[line["name"]] = PromptMeasured(*found)
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that was being written when the process was killed
+
+
+def _checksum(line: dict[str, Any]) -> int:
+    """Return the CRC-32 of a line, without its entry `checksum`."""
+    content = {name: value for name, value in line.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def calibrate_blending(

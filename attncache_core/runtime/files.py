@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import IO
 
 _LOCK_POLL_SECONDS = 0.01
+
+# The system refuses to read a file, whose content may be sound.
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 # The mode of folders that contain databases: records reveal something about the recorded texts.
 PRIVATE = 0o700
@@ -103,6 +107,15 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
         unfinished.unlink(missing_ok=True)
         raise
     _sync(path.parent)
+
+
+def refused_read(error: BaseException | None) -> OSError | None:
+    """Return the system's refusal to read a file, if that is behind an error; None for damaged content."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
+            return error
+        error = error.__cause__
+    return None
 
 
 def left_unfinished(folder: Path, name: str = "*") -> list[Path]:

@@ -184,7 +184,9 @@ def _require_writable(output: Path) -> None:
     """Raise InvalidInput unless the file of settings may be written: it is missing, or of a tuning."""
     if output.suffix != ".toml":
         raise InvalidInput(f"--output {output} must end in .toml", field="output")
-    if output.exists() and not output.read_text(encoding="utf-8").startswith(f"# {WRITTEN_BY}"):
+    if not output.parent.is_dir():
+        raise InvalidInput(f"the folder of --output {output} does not exist; make it first", field="output")
+    if output.exists() and not output.read_bytes().startswith(f"# {WRITTEN_BY}".encode()):
         raise InvalidInput(
             f"--output {output} exists and was not written by tune; choose another file", field="output"
         )

@@ -194,18 +194,27 @@ def test_build_with_another_split_of_the_same_texts_starts_from_scratch(tiny_eng
     assert build(tiny_engine, regrouped, tmp_path / "a.db") == STAGES
 
 
-def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpus, tmp_path):
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:-4096] + bytes([content[-4096] ^ 1]) + content[-4095:],
+    ],
+    ids=["cut", "last record"],
+)
+def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpus, tmp_path, damaged):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
-    cut = tmp_path / ".a.db.partial" / "maps" / "00007.maps"
-    before = segment_times(cut.parent.parent)
-    cut.write_bytes(cut.read_bytes()[:-1])
+    segment = tmp_path / ".a.db.partial" / "maps" / "00007.maps"
+    before = segment_times(segment.parent.parent)
+    segment.write_bytes(damaged(segment.read_bytes()))
     assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[1:]
     after = segment_times(tmp_path / "a.db")
     assert {name for name in after if after[name] != before[name]} == {"00007.maps"}
 
 
-@pytest.mark.parametrize("name", ["damage.json", "projector.safetensors"])
-def test_stage_whose_file_is_empty_is_done_again(tiny_engine, tiny_corpus, tmp_path, name):
+@pytest.mark.parametrize("content", [b"", b"[[1", b"\xff\xfe"], ids=["empty", "cut", "other bytes"])
+@pytest.mark.parametrize("name", ["inputs.json", "damage.json", "projector.safetensors"])
+def test_stage_whose_file_is_damaged_is_done_again(tiny_engine, tiny_corpus, tmp_path, name, content):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
-    (tmp_path / ".a.db.partial" / name).write_bytes(b"")
+    (tmp_path / ".a.db.partial" / name).write_bytes(content)
     build(tiny_engine, tiny_corpus, tmp_path / "a.db")

@@ -234,7 +234,7 @@ def test_of_two_builds_at_once_one_builds_and_the_other_waits_for_it(
         assert outcome == ["returned"]
     else:
         assert len(outcome) == 1
-        assert "exists already" in outcome[0]
+        assert "another process has built" in outcome[0]
     assert (folder / "manifest.json").stat() == made
     assert names(tmp_path) == [".a.db.lock", "a.db"]
 

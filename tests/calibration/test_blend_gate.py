@@ -188,10 +188,11 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
         )
     assert done == [(measured, len(prompts)) for measured in range(1, 11)]
     assert len(kept.read_text().splitlines()) == 10
-    with kept.open("a") as file:
-        file.write('{"key": "cut sho')
+    *whole, last = kept.read_bytes().splitlines(keepends=True)
+    changed = last.replace(b'"seconds": [', b'"seconds": [-')
+    kept.write_bytes(b"".join([*whole, changed, b"\xff\xfe\n", b'{"key": "cut sho']))
     for text in prompts[0].segments:
-        assert text not in kept.read_text()
+        assert text.encode() not in kept.read_bytes()
     measured = []
     measure = blending._Measuring.prompt
     monkeypatch.setattr(
@@ -203,7 +204,7 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
     assert len(measured) == len(prompts)
     measured.clear()
     calibrate_blending(engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0,), kept=kept)
-    assert len(measured) == len(prompts) - 10
+    assert len(measured) == len(prompts) - 9  # the last line was damaged
     assert not kept.exists()
 
 

@@ -201,6 +201,7 @@ def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_chec
         (("--ways", "int8,int3"), "'int3' is not a known way"),
         (("--plot", "plot.jpg"), "must end in .png"),
         (("--output", "tuned.json"), "must end in .toml"),
+        (("--output", "absent/tuned.toml"), "the folder of --output absent/tuned.toml does not exist"),
         (("--sample", "5"), "sample must be at least 20"),
         (("--texts", "absent.txt"), "absent.txt cannot be read"),
         (("--min-cosine", "1.5"), "--min-cosine"),
@@ -221,9 +222,10 @@ def test_mistake_is_refused_in_one_line(tiny_checkpoint, texts, tmp_path, option
 
 def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts, tmp_path):
     output = tmp_path / "attncache.toml"
-    output.write_text("port = 81\n", encoding="utf-8")
-    assert_one_line(tune(tiny_checkpoint, texts, output), "was not written by tune")
-    assert output.read_text(encoding="utf-8") == "port = 81\n"
+    for written in (b"port = 81\n", b"\xff\xfe"):
+        output.write_bytes(written)
+        assert_one_line(tune(tiny_checkpoint, texts, output), "was not written by tune")
+        assert output.read_bytes() == written
 
 
 def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):

@@ -68,7 +68,7 @@ from attncache_core.reuse.mask import ReuseMask, parse_heads, require_stored_hea
 from attncache_core.reuse.storage.layout import RecordLayout
 from attncache_core.reuse.storage.seal import Seal, key_path
 from attncache_core.reuse.storage.store import AttentionMapStore
-from attncache_core.runtime.files import write_whole
+from attncache_core.runtime.files import refused_read, write_whole
 
 # This file holds the digest of the classifier's weights, so its own digest covers the weights too.
 _DECISIONS = "decisions/classifier.json"
@@ -305,11 +305,13 @@ class AttentionDatabase:
 
 def _with_remedy(error: AttnCacheError, generation: Generation) -> str:
     """Return the message of an error, and what to do if the damaged generation serves."""
-    remedy = (
-        f"if it serves, go back to the generation before by `attncache renew {generation.root} --rollback`"
-        if generation.number
-        else f"remove {generation.root} and build it again (a server replaces its default one by itself)"
-    )
+    if reason := refused_read(error):
+        remedy = f"the system says: {reason.strerror}; let this user read the file, and try again"
+    elif generation.number:
+        back = f"attncache renew {generation.root} --rollback"
+        remedy = f"if it serves, go back to the generation before by `{back}`"
+    else:
+        remedy = f"remove {generation.root} and build it again (a server replaces its default one by itself)"
     return f"{error}; {remedy}"
 
 
