@@ -206,7 +206,8 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
     """
     loader: Any = _LOADERS[checkpoint.task]
     family = checkpoint.config["model_type"]
-    if checkpoint.config.get("auto_map") and family in CONFIG_MAPPING:
+    # DeepSeek's models name code of their own, and transformers has the same.
+    if checkpoint.config.get("auto_map") and family in CONFIG_MAPPING and "deepseek" not in family:
         logger.warning(
             "config.json of model %s names code of its own (auto_map), which is not run: the model is "
             "computed as the family %s of transformers; compare its answers with the publisher's",

@@ -1,6 +1,7 @@
 """Decoders: settings that are refused, warnings and memory; and class scores, of encoders too."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguo
     checkpoint = read_checkpoint(write_family(tmp_path, config(**sizes, use_bidirectional_attention=True)))
     with pytest.raises(UnsupportedModel, match="use_bidirectional_attention is not served"):
         load_model(checkpoint, torch.float32)
+
+
+def test_code_that_a_model_names_is_not_run_and_the_log_says_so(tmp_path, caplog):
+    checkpoint = read_checkpoint(write_family(tmp_path, LlamaConfig(**SIZES)))
+    load_model(
+        replace(checkpoint, config=checkpoint.config | {"auto_map": {"AutoModel": "m.M"}}), torch.float32
+    )
+    assert "names code of its own (auto_map), which is not run" in caplog.text
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
