@@ -94,7 +94,7 @@ class BlendedPass:
         self.attention_seconds = 0.0
         self.computed = np.zeros(len(ids), dtype=bool)  # the tokens that the check layer computed
         self.exact_tokens = cached.exact_tokens
-        self.is_exact = False  # whether nothing is given approximately
+        self.is_exact = False  # whether all keys and values that are given are those of `exact_tokens`
         self._run(blend)
         cached.finish()
 

@@ -400,22 +400,23 @@ class PrefillEngine:
             for plan in [prompt.sequence_plan(index)]
         ]
 
-    def without_padding(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the tokens that are computed of each sequence: all, if the model is no decoder with classes.
+    def without_padding(self, sequences: Sequence[Sequence[int]], first: int = 0) -> Sequence[Sequence[int]]:
+        """Return the tokens to compute of each sequence: all, unless the model is a decoder with classes.
 
-        As in transformers, such a decoder reads its class at the last token that is not padding, or at the
-        first token if all are padding. Raises InvalidInput if a sequence ends in padding, and its tokens
-        depend on later ones.
+        Such a decoder reads its class at the last token that is not padding, as in transformers, or at the
+        first token if all tokens are padding. The padding behind that token is removed. first: the number of
+        the first sequence, for errors. Raises InvalidInput if a sequence ends in padding and the model is not
+        causal, because its other tokens depend on the padding.
         """
         padding = self.model.padding
-        padded = (index for index, ids in enumerate(sequences) if ids and ids[-1] == padding)
-        if padding is None or (first := next(padded, None)) is None:
+        padded = (number for number, ids in enumerate(sequences, first) if ids and ids[-1] == padding)
+        if padding is None or (number := next(padded, None)) is None:
             return sequences
         if not self.model.is_causal:
             raise InvalidInput(
-                f"inputs[{first}] ends in the padding token, where this model reads no class; remove the "
+                f"inputs[{number}] ends in the padding token, where this model reads no class; remove the "
                 "token from the end of the text, or from what the tokenizer adds to each text",
-                field=f"inputs[{first}]",
+                field=f"inputs[{number}]",
             )
         return [without_end(ids, padding) for ids in sequences]
 

@@ -57,6 +57,9 @@ def test_sequence_that_ends_in_padding_is_refused_where_tokens_depend_on_later_o
     with pytest.raises(InvalidInput, match="ends in the padding token") as caught:
         engine.requests([[CLS, 9], [CLS, 9, SEP]])
     assert caught.value.field == "inputs[1]"
+    with pytest.raises(InvalidInput, match="ends in the padding token") as caught:
+        engine.without_padding([[CLS, 9, SEP]], 64)
+    assert caught.value.field == "inputs[64]"
 
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}

@@ -170,7 +170,7 @@ class FakeEngine:
     def close(self):
         """Nothing waits to be saved."""
 
-    def without_padding(self, sequences):
+    def without_padding(self, sequences, first=0):  # noqa: ARG002
         return sequences
 
     def stored_tokens(self, prefix_key):  # noqa: ARG002

@@ -143,7 +143,7 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...]
     exact_tokens: int  # at the front of the sequence, whose keys and values are exact
     rows: tuple[int, ...]  # tokens that each layer computed
-    is_exact: bool  # whether nothing else was given
+    is_exact: bool  # whether all keys and values that were given are those of `exact_tokens`
     # How much the keys and values of each token deviate in the check layer from the given ones, float32
     # [tokens]; nan: not compared. None: nothing was compared.
     deviations: np.ndarray | None = field(default=None, compare=False)

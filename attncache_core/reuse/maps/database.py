@@ -306,7 +306,7 @@ class AttentionDatabase:
 def _with_remedy(error: AttnCacheError, generation: Generation) -> str:
     """Return the message of an error, and what to do if the damaged generation serves."""
     if reason := refused_read(error):
-        remedy = f"the system says: {reason.strerror}; let this user read the file, and try again"
+        remedy = f"the system says: {reason.strerror}; make the file readable for this process, and try again"
     elif generation.number:
         back = f"attncache renew {generation.root} --rollback"
         remedy = f"if it serves, go back to the generation before by `{back}`"
