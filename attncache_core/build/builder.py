@@ -125,7 +125,7 @@ def build_database(
                 raise BuildFailed(
                     f"{folder} exists already; choose another folder or remove it"
                     if existed
-                    else f"another process has built {folder} meanwhile, and it is not built again",
+                    else f"another process has built {folder} meanwhile; use it, or choose another folder",
                     field="database",
                 )
             build = _Build(engine, list(corpus), folder, options, progress, start_from)

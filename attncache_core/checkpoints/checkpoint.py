@@ -314,7 +314,7 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtyp
 # Families of two token types, unless config.json names another number.
 _TWO_TYPES = ("bert", "roberta", "xlm-roberta")
 
-# Families that have an embedding for each position, and how many unless config.json says so.
+# Families that have an embedding for each position, and the number of positions if config.json names none.
 _LEARNED_POSITIONS = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "deberta-v2")
 _USUAL_POSITIONS = 512
 

@@ -131,12 +131,12 @@ _SETTINGS = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# What sentence-transformers hands on to transformers, under present and former names, and the entries that
-# change no result or are read here.
+# Options that sentence-transformers passes to transformers, under their present and former names, with the
+# entries that are accepted: they change no result, or are read here.
 _OF_MODEL = {"dtype", "torch_dtype", "attn_implementation", "device_map", "add_pooling_layer"}
 _OF_TOKENIZER = {"model_max_length", "padding_side", "use_fast"}
 _OF_CONFIG = {"use_cache"}
-_HANDED_ON = {
+_PASSED_OPTIONS = {
     "model_kwargs": _OF_MODEL,
     "model_args": _OF_MODEL,
     "processor_kwargs": _OF_TOKENIZER,
@@ -154,12 +154,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     """
     name = next((name for name in _SETTINGS if read_json(folder / name, {})), _SETTINGS[0])
     settings: dict[str, Any] = read_json(folder / name, {})
-    for option, known in _HANDED_ON.items():
+    for option, known in _PASSED_OPTIONS.items():
         # sentence-transformers does not read trust_remote_code from this file.
         if unknown := sorted((settings.get(option) or {}).keys() - known - {"trust_remote_code"}):
             raise UnsupportedModel(
                 f"{option} in {name} of model folder {folder} are not supported: {', '.join(unknown)}; write "
-                "them into config.json or tokenizer_config.json, and remove them there",
+                f"them into config.json or tokenizer_config.json, and remove them from {name}",
                 field="model",
             )
     task = settings.get("transformer_task", "feature-extraction")

@@ -14,7 +14,7 @@ from typing import IO
 
 _LOCK_POLL_SECONDS = 0.01
 
-# The system refuses to read a file, whose content may be sound.
+# Error numbers with which the system refuses to read a file. The content of the file may be sound.
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 # The mode of folders that contain databases: records reveal something about the recorded texts.
@@ -110,7 +110,7 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
 
 
 def refused_read(error: BaseException | None) -> OSError | None:
-    """Return the system's refusal to read a file, if that is behind an error; None for damaged content."""
+    """Return the OSError by which the system refused to read a file, if it caused this error; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _REFUSALS:
             return error
