@@ -43,7 +43,7 @@ class _Counted:
 
 
 class FairOrder(Generic[T]):
-    """Items of flows, in the order in which they are served. Each flow is a FairOrder too. Not thread safe."""
+    """Items of flows in the order in which they are served. Each flow is a FairOrder too. Not thread safe."""
 
     def __init__(self, at_once: int = 0, time: float = 0) -> None:
         """at_once: the most that a flow is charged for parts of an item before the next flow is served.
