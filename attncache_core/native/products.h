@@ -295,11 +295,14 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
     const int stride = steps / (before->rows + 1);
+    // Rows of the second half have a pointer of their own, or their addresses would need additions in each step.
+    const char *second = x + (size_t)(rows / 2) * x_bytes;
+    __asm__("" : "+r"(second));
     for (int step = 0, row = 0; step < steps || row < before->rows;) {
         const int stop = row < before->rows ? smaller(step + stride, steps) : steps;
-        for (; step < stop; step++, panel += step_bytes, x += 4, next += next_bytes) {
+        for (; step < stop; step++, panel += step_bytes, x += 4, second += 4, next += next_bytes) {
             __builtin_prefetch(next, 0, 2);
-            __builtin_prefetch(next + 64, 0, 2);
+            if (step_bytes > 64) __builtin_prefetch(next + 64, 0, 2);
             vector weight[VECTORS];
             UNROLLED for (int v = 0; v < VECTORS; v++) {
                 if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
@@ -307,7 +310,7 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
             }
             UNROLLED for (int r = 0; r < rows; r++) {
                 vector left;
-                BROADCAST(left, x + (size_t)r * x_bytes);
+                BROADCAST(left, r < rows / 2 ? x + (size_t)r * x_bytes : second + (size_t)(r - rows / 2) * x_bytes);
                 UNROLLED for (int v = 0; v < VECTORS; v++) {
                     if (kind == LEVELS) MULTIPLY_LEVELS(sum[r][v], left, weight[v]);
                     else if (kind == WHOLE) MULTIPLY_ADD(sum[r][v], left, weight[v]);
