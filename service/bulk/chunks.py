@@ -34,10 +34,11 @@ class Chunk:
     numbers: list[int]  # of the rows, as Rows.place takes them
     done: Done  # with this chunk
     share: float  # of the file that is read with this chunk
+    rows: Rows
 
-    def number_of(self, text: str) -> int:
-        """Return the number of the first row with this text."""
-        return self.numbers[self.texts.index(text)]
+    def place_of(self, text: str) -> str:
+        """Return where the first row with this text is, for errors."""
+        return self.rows.place(self.numbers[self.texts.index(text)])
 
 
 NOTHING = Done(0, hashlib.blake2b(digest_size=16).hexdigest())
@@ -70,10 +71,10 @@ class ChunkReader:
             numbers.append(number)
             characters += len(text)
             if len(texts) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-                yield Chunk(texts, numbers, self._done, self._rows.share)
+                yield Chunk(texts, numbers, self._done, self._rows.share, self._rows)
                 texts, numbers, characters = [], [], 0
         if texts:
-            yield Chunk(texts, numbers, self._done, self._rows.share)
+            yield Chunk(texts, numbers, self._done, self._rows.share, self._rows)
 
     @property
     def _done(self) -> Done:

@@ -7,9 +7,11 @@ While a chunk is computed, the next one is read and tokenised.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +29,7 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.bulk.chunks import Chunk
+from service.errors import rename
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +110,19 @@ class Computing:
     def computed(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yield each chunk with its numbers, float32 [texts, width], in order.
 
-        At most one chunk is read ahead. If reading fails, what was read before is computed and yielded first.
-        Raises BadText if the model computes NaN or infinity for a text.
+        At most one chunk is read ahead. If reading or tokenising fails, what was read before is computed and
+        yielded first. Raises NotFinite if the model computes NaN or infinity for a text, and InputTooLong or
+        InvalidInput if a text is not accepted; all of them name the row.
         """
         pending: deque[tuple[Chunk, list[str], list[_Batch]]] = deque()
         reading, failure = iter(chunks), None
         while True:
             try:
-                chunk = next(reading, None)
+                chunk = None if failure else next(reading, None)
+                if chunk is not None:
+                    pending.append(self._start(chunk))
             except AttnCacheError as error:
                 chunk, failure = None, error
-            if chunk is not None:
-                pending.append(self._start(chunk))
             if chunk is None or len(pending) > 1:
                 if not pending:
                     break
@@ -128,7 +132,8 @@ class Computing:
 
     def _start(self, chunk: Chunk) -> tuple[Chunk, list[str], list[_Batch]]:
         texts = list(dict.fromkeys(chunk.texts))
-        made = self._engine.tokenize(texts, prompt=self._task.prompt)
+        with _naming_rows(chunk, texts):
+            made = self._engine.tokenize(texts, prompt=self._task.prompt)
         plans = len(self._task.prompt.sequence_plans)
         of_texts = [made[first : first + plans] for first in range(0, len(made), plans)]
         batches = [
@@ -140,10 +145,8 @@ class Computing:
     def _finish(self, chunk: Chunk, texts: list[str], batches: list[_Batch]) -> tuple[Chunk, np.ndarray]:
         distinct = np.empty((len(texts), self._task.width), dtype=np.float32)
         for batch in batches:
-            try:
+            with _naming_rows(chunk, [texts[index] for index in batch.texts]):
                 distinct[batch.texts] = batch.numbers.result()
-            except NotFinite as error:
-                raise BadText(chunk.number_of(texts[batch.texts[error.index]])) from error
         row_of = {text: row for row, text in enumerate(texts)}
         return chunk, distinct[[row_of[text] for text in chunk.texts]]
 
@@ -187,13 +190,16 @@ class Computing:
         return numbers
 
 
-class BadText(Exception):
-    """The model computes NaN or infinity for a text."""
-
-    def __init__(self, number: int) -> None:
-        """number: of the text's row."""
-        super().__init__(number)
-        self.number = number
+@contextmanager
+def _naming_rows(chunk: Chunk, texts: Sequence[str]) -> Iterator[None]:
+    """Let an error about one of these texts of a chunk name its row."""
+    try:
+        yield
+    except AttnCacheError as error:
+        if found := re.fullmatch(r"inputs\[(\d+)\]", error.field or ""):
+            rename(error, chunk.place_of(texts[int(found[1])]))
+            error.field = "input"
+        raise
 
 
 def _tokens(sequences: Sequences) -> int:

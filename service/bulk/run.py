@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attncache_core import AttnCacheError, InvalidInput, NotFinite, PrefillEngine
+from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.chunks import ChunkReader
-from service.bulk.computing import BadText, Computing, Task
+from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import open_rows
 from service.bulk.spool import open_spool, partial, remove_spool
@@ -72,12 +72,6 @@ def run(
                 write_output(files.output, partial(files.output), spool.finish(), task.labels)
         except KeyboardInterrupt as stop:
             raise Stopped(f"stopped; {spool.how_to_continue()}") from stop
-        except BadText as bad:
-            raise NotFinite(
-                f"{rows.place(bad.number)}: the model computes NaN or infinity for this text; remove the "
-                f"text, or have the model's weights and dtype checked; {spool.how_to_continue()}",
-                field="input",
-            ) from bad
         except AttnCacheError as error:
             if not spool.done.rows:
                 raise

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from attncache_core import AttnCacheError, InvalidInput, NotFinite, PrefillEngine
+from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.chunks import ChunkReader
-from service.bulk.computing import BadText, Computing, Task
+from service.bulk.computing import Computing, Task
 from service.bulk.formats import as_parquet, check_labels
 from service.bulk.rows import ParquetRows
 from service.errors import reason_of
@@ -121,15 +121,9 @@ class ShardWorker:
             numbers = np.empty((shard.rows, self._task.width), np.float32)
             done = 0
             with Computing(self._engine, self._task, self._work.batch_tokens) as computing:
-                try:
-                    for _, computed in computing.computed(ChunkReader(part).chunks()):
-                        numbers[done : done + len(computed)] = computed
-                        done += len(computed)
-                except BadText as bad:
-                    raise NotFinite(
-                        f"{part.place(bad.number)}: the model computes NaN or infinity for this text",
-                        field="input",
-                    ) from bad
+                for _, computed in computing.computed(ChunkReader(part).chunks()):
+                    numbers[done : done + len(computed)] = computed
+                    done += len(computed)
         self._output.put(output, as_parquet(numbers, self._task.labels))
 
 

@@ -421,7 +421,19 @@ def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path, texts):
     source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
     source.write_text("\n".join([*texts[:20], "carding zanzibar", *texts[20:]]), encoding="utf-8")
     arguments = embed_arguments(read_checkpoint(folder), source, output)
-    one_line(run(*arguments), f"{source}, line 21: the model computes NaN or infinity", "16 rows are saved")
+    one_line(
+        run(*arguments), f"the model computes NaN or infinity for {source}, line 21", "16 rows are saved"
+    )
+
+
+def test_text_with_too_few_tokens_for_its_length_is_named_by_its_line(tiny_checkpoint, tmp_path, texts):
+    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    # The equal text before it is computed once, so the line is not the index among the distinct texts.
+    source.write_text(
+        "\n".join([*texts[:20], texts[0], f"card{' ' * 2**21}card", texts[21]]), encoding="utf-8"
+    )
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    one_line(run(*arguments), f"{source}, line 22 has more than", "16 rows are saved")
 
 
 def test_unfinished_output_is_continued_only_with_the_same_model_options_and_input(
@@ -573,7 +585,7 @@ def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, monkeypatch):
     )
     with Computing(tiny_engine, embedding(tiny_engine, None, None), 1024) as computing:
         ((_, numbers),) = computing.computed(
-            [chunks.Chunk(["card", "bank", "card", "card"], [1, 2, 3, 4], chunks.NOTHING, 1.0)]
+            [chunks.Chunk(["card", "bank", "card", "card"], [1, 2, 3, 4], chunks.NOTHING, 1.0, None)]
         )
     assert ran == [2]
     assert (numbers[[0, 2]] == numbers[3]).all()
@@ -591,7 +603,7 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_en
     monkeypatch.setattr(Runner, "run", noting)
     inputs = [*texts, "card " * 100]
     with Computing(tiny_engine, embedding(tiny_engine, None, None), 64) as computing:
-        list(computing.computed([chunks.Chunk(inputs, list(range(len(inputs))), chunks.NOTHING, 1.0)]))
+        list(computing.computed([chunks.Chunk(inputs, list(range(len(inputs))), chunks.NOTHING, 1.0, None)]))
     batches.sort(key=max, reverse=True)
     assert batches[0] == [102]
     assert all(sum(lengths) <= 64 for lengths in batches[1:])
