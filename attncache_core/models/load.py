@@ -216,7 +216,12 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
         )
     with loading(f"the weights of model {checkpoint.name}"):
         model, report = loader.from_pretrained(
-            checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            checkpoint.folder,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            # The other ways to run experts refuse sizes that are no multiple of 16 bytes.
+            experts_implementation="eager",
         )
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.

@@ -235,6 +235,15 @@ def test_products_of_hits_and_misses_share_their_factors(family, tmp_path):
                 np.testing.assert_array_equal(factors_of(forward.gate), factors_of(forward.up))
 
 
+@needs_int8
+def test_experts_of_odd_sizes_run_over_the_calibration_texts(tmp_path):
+    configuration = CASES["mixtral"].made()
+    configuration.intermediate_size = 37
+    checkpoint = read_checkpoint(write_family(tmp_path, configuration))
+    model = load_model(replace(checkpoint, quantization=Quantization.INT8), torch.float32)
+    assert all(factors_of(attention_half(layer).always.packed).any() for layer in model.layers)
+
+
 def factors_of(packed):
     """Return the factors of a packed matrix, float32 [inputs]."""
     return np.array((ctypes.c_float * packed.inputs).from_address(packed.matrix.smoothing))
