@@ -48,6 +48,8 @@ _MAX_FRAMING_BYTES = 64 * 1024
 _FRAMING_PER_BODY_BYTE = 8
 # A socket that is closed before all was read from it is reset, and the client may lose the response.
 _LINGER_SECONDS = 2.0
+# A client that has connected sends its first request within this time, unless it is slow.
+_FIRST_SECONDS = 0.1
 # Of `write_seconds`, while connections are crowded.
 _CROWDED_SHARE = 0.1
 
@@ -116,8 +118,10 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
-        return self._receiving is _Receiving.NOTHING and self._answering() is None
+        """Whether no request is received, answered or, on a new connection, about to arrive."""
+        if self._receiving is not _Receiving.NOTHING or self._answering() is not None:
+            return False
+        return self._has_served or self.loop.time() - self._since > _FIRST_SECONDS
 
     # Called by the event loop.
 

@@ -47,10 +47,12 @@ class Listener:
     unix_socket: Path | None = None
 
     def close(self) -> None:
-        """Remove the file of a Unix socket."""
+        """Listen no more, and remove the file of a Unix socket, unless another server listens there."""
+        self.socket.close()
         if self.unix_socket is not None:
             with contextlib.suppress(OSError):
-                self.unix_socket.unlink()
+                if _is_left_over(self.unix_socket):
+                    self.unix_socket.unlink()
 
 
 def open_listeners(settings: Settings) -> list[Listener]:

@@ -16,7 +16,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from service.web.listeners import Listener
+from service.web.listeners import BACKLOG, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,16 @@ class Acceptor:
         return bool(self._opening)
 
     def close(self) -> None:
-        """Accept no more connections. Those that were accepted get their protocol."""
+        """Accept the connections that wait, and have the system refuse others at once.
+
+        With several workers, the last one that closes has the system refuse them.
+        """
         self._is_closed = True
         self._loop.remove_reader(self._listener.socket)
         if self._timer is not None:
             self._timer.cancel()
+        self._accept(BACKLOG)
+        self._listener.close()
 
     def _watch(self) -> None:
         if not self._is_closed:

@@ -1,7 +1,7 @@
 """Listen, serve and stop: the process around the app.
 
-SIGTERM, Ctrl+C    serve on for --drain-delay-seconds, finish what was received, end. Another one ends the
-                   delay or, behind the delay, the process; a worker heeds no other SIGTERM
+SIGTERM, Ctrl+C    serve on for --drain-delay-seconds, then refuse connections, finish what was received, end.
+                   Another one ends the delay or, behind the delay, the process. A worker heeds one SIGTERM
 SIGHUP             read certificates and other files again, or stop if there are none
 loading fails      end, and return the exception
 """
@@ -45,8 +45,6 @@ _STARTUP_FAILURE = 3
 _CLOSING_SHARE = 0.2
 _MAX_CLOSING_SECONDS = 5.0
 _CUT_SECONDS = 0.5
-# Until the event loop has read what a new connection has sent already.
-_ARRIVING_SECONDS = 0.01
 _SECONDS_BETWEEN_CHECKS = 1.0
 # Requests that wait are some ten objects each, and each garbage collection looks at the new ones.
 _NEW_OBJECTS = 20_000
@@ -211,14 +209,11 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Finish what was received, as long as there is time, then close."""
-        closing = min(_MAX_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
-        await self._drain(self._drain_seconds - closing)
-        is_opening = self._is_opening()
+        """Refuse new connections, finish what was received, as long as there is time, then close."""
         for server in self.servers:
             server.close()
-        if is_opening:
-            await self._answer_last()
+        closing = min(_MAX_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
+        await self._drain(self._drain_seconds - closing)
         for connection in self._connections():
             connection.drain()
             if not connection.is_idle:
@@ -251,25 +246,19 @@ class Server(uvicorn.Server):
         return min(_MAX_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
 
     async def _drain(self, seconds: float) -> None:
-        """Answer what arrives, and close each connection after its response, until nothing is in flight."""
+        """Close each connection after the response to what it has received, until nothing is in flight."""
         self._state.draining = True
         for connections in self._of_listeners:
             connections.draining = True
-        for connection in self._connections():
-            connection.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while loop.time() < deadline and not self._is_drained():
+        while True:
+            for connection in self._connections():
+                connection.drain()
+            if loop.time() >= deadline or self._is_drained():
+                break
             self._check_connections()
             await asyncio.sleep(_TICK_SECONDS)
-
-    async def _answer_last(self) -> None:
-        """Answer what arrives on connections that were accepted just before the listeners were closed."""
-        deadline = asyncio.get_running_loop().time() + _CUT_SECONDS
-        while self._is_opening() and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(_ARRIVING_SECONDS)
-        await asyncio.sleep(_ARRIVING_SECONDS)
-        await self._drain(_CUT_SECONDS)
 
     def _is_drained(self) -> bool:
         is_idle = all(connection.is_idle for connection in self._connections())

@@ -170,6 +170,9 @@ class Supervisor:
         self._kill_at = self._drain_at + self._settings.drain_seconds + _KILL_SECONDS
         for place in self._places:
             place.start_at = None
+        for listener in self._listeners:
+            # Or connections that no worker accepts any more would be accepted, and cut at the end.
+            listener.socket.close()
         # Whoever signals all processes sends SIGTERM to the workers too: that must not end their delay.
         self._send(signal.SIGINT if is_second else signal.SIGTERM)
 

@@ -1,6 +1,8 @@
 """The server drains, within its time, and ends, whatever hangs."""
 
 import signal
+import threading
+from collections import Counter
 
 import pytest
 from fake_engine import FakeEngine
@@ -19,7 +21,16 @@ READY = HEALTH.replace(b"/health", b"/ready")
 EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
 
 
-def test_drain_answers_what_arrives_and_closes_connections():
+def refuses(server):
+    """Return whether new connections are refused."""
+    try:
+        server.connect().close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_drain_refuses_connections_and_answers_what_was_received():
     engine = FakeEngine()
     with served(engine) as server:
         idle, open_before = server.connect(), server.connect()
@@ -31,10 +42,7 @@ def test_drain_answers_what_arrives_and_closes_connections():
         assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
         server.server.should_exit = True
         assert read_to_end(idle) == b""
-        not_ready = server.ask(READY)
-        assert (not_ready.status, not_ready.code) == (503, "shutting_down")
-        late = server.ask(HEALTH)
-        assert (late.status, late.headers["connection"]) == (200, "close")
+        assert refuses(server)
         engine.may_run.set()
         finished = read_response(open_before)
         assert (finished.status, finished.headers["connection"]) == (200, "close")
@@ -50,12 +58,39 @@ def test_drain_answers_all_requests_that_were_pipelined():
         assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
         wait_until(lambda: any(len(connection.pipeline) == 3 for connection in server.connections()))
         server.server.should_exit = True
-        wait_until(lambda: server.ask(READY).status == 503)
+        wait_until(lambda: refuses(server))
         engine.may_run.set()
         answers = read_responses(client, 4)
         assert [answer.status for answer in answers] == [200] * 4
         assert answers[-1].headers["connection"] == "close"
         assert read_to_end(client) == b""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_client_gets_an_answer_or_is_refused(start, workers):
+    """Clients connect again and again while the server ends: none is accepted and then cut."""
+    server = start("loads", workers=workers).wait_until_ready()
+    results, ended = Counter(), threading.Event()
+
+    def ask_until_refused():
+        while not ended.is_set():
+            try:
+                results[server.ask(EMBED).status] += 1
+            except ConnectionRefusedError:
+                return
+            except OSError as error:
+                results[type(error).__name__] += 1
+
+    clients = [threading.Thread(target=ask_until_refused) for _ in range(8)]
+    for client in clients:
+        client.start()
+    wait_until(lambda: results[200] >= 50)
+    server.send(signal.SIGTERM)
+    assert server.number("code") == 0
+    ended.set()
+    for client in clients:
+        client.join()
+    assert set(results) == {200}
 
 
 def test_requests_that_do_not_end_in_time_get_503():
