@@ -105,6 +105,8 @@ class PrefillEngine:
 
     def __post_init__(self) -> None:
         database = self.map_reuse.database if self.map_reuse else None
+        if database:
+            database.require_classifier(self.classifier)
         decisions = Decisions(self.checkpoint, self.model, self.tokenizer, self.classifier, database)
         made = {
             "reuse_off": self.map_reuse.reuse_off if self.map_reuse else [],

@@ -24,6 +24,8 @@ from attncache_core.runtime.files import write_whole
 FORMAT_VERSION = 2
 # Cosines of labels lie close together. Dividing by this temperature spreads them like a classifier's logits.
 SIMILARITY_TEMPERATURE = 0.05
+# By this share of the largest weight, weights that are made from labels may differ between compute dtypes.
+_ROUNDING = 0.05
 # Weak regularisation, because embeddings of unit length have small elements and a class has many texts.
 _INVERSE_REGULARISATION = 30.0
 
@@ -57,6 +59,17 @@ class LinearClassifier:
                 "architecture, layers dropped, pooling or template); fit a classifier for this model",
                 field="classifier",
             )
+
+    def decides_as(self, other: LinearClassifier) -> bool:
+        """Return whether another classifier is the same, up to rounding if both are made from labels.
+
+        The embeddings of labels depend on the compute dtype.
+        """
+        if self.fitted or other.fitted:
+            return self.digest() == other.digest()
+        if self.labels != other.labels or self.weight.shape != other.weight.shape:
+            return False
+        return bool(np.abs(self.weight - other.weight).max() <= _ROUNDING * np.abs(self.weight).max())
 
     def digest(self) -> str:
         """Return the SHA-256, in hexadecimal, of labels, weights and bias, which determine every decision."""

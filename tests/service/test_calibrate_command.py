@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from core_models import prefill, random_text
 
 from attncache_core import (
     AttentionDatabase,
+    DatabaseRefused,
     LinearClassifier,
     Outcome,
     PrefillEngine,
@@ -137,6 +139,13 @@ def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, 
     assert "mean agreement of the hits at least 0.3" in text
     kept = AttentionDatabase.open(database).decisions
     assert kept.labels == ("my card", "the bank", "help")
+    for labels, accepted in ((kept.labels, True), (("the bank", "my card", "help"), False)):
+        with nullcontext() if accepted else pytest.raises(DatabaseRefused, match="only with the classifier"):
+            PrefillEngine.load(
+                replace(tiny_checkpoint, labels=labels),
+                database=AttentionDatabase.open(database),
+                dtype="bfloat16",
+            )
     # The measured decision is the nearest label.
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     labels = tiny_engine.embed(["my card", "the bank", "help"])
@@ -167,8 +176,14 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     options = ("--texts", files / "texts.txt", "--classifier", classifier, "--min-agreement", "0.5")
     succeeded(calibrate(tiny_checkpoint, database, *options))
     assert AttentionDatabase.open(database).manifest.policy.budget == Budget(Measure.AGREEMENT, 0.5)
-    kept = AttentionDatabase.open(database).decisions
-    np.testing.assert_array_equal(kept.weight, LinearClassifier.load(classifier).weight)
+    opened = AttentionDatabase.open(database)
+    same = LinearClassifier.load(classifier)
+    np.testing.assert_array_equal(opened.decisions.weight, same.weight)
+    engine = PrefillEngine.load(tiny_checkpoint, database=opened, dtype="float32", classifier=same)
+    # The budget says nothing of another classifier's decisions.
+    with pytest.raises(DatabaseRefused, match="only with the classifier") as refused:
+        replace(engine, classifier=replace(same, weight=-same.weight))
+    assert refused.value.field == "classifier"
     # A budget for embeddings needs no classifier.
     succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-text-cosine", "0"))
     assert AttentionDatabase.open(database).decisions is None

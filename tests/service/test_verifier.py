@@ -24,6 +24,7 @@ from verifying import FAILURES, VERIFIED, AnyText, requests_of, serve, verifier_
 from attncache_core import AttentionDatabase, CorruptDatabase, LinearClassifier, PrefillEngine
 from attncache_core.engine.result import Compared
 from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
@@ -635,8 +636,11 @@ async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothi
 @pytest.mark.parametrize("verify_rate", [0, 1])
 async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(deciding_engine, verify_rate):
     assert deciding_engine.map_reuse is not None
-    engine = replace(deciding_engine, classifier=None)  # the database's own decides then
-    (deciding_engine.map_reuse.database.folder / "decisions" / "classifier.json").unlink()
+    folder = deciding_engine.map_reuse.database.folder
+    (folder / "decisions" / "classifier.json").unlink()
+    # The database's own classifier decides then.
+    strategy = MapReuse(AttentionDatabase.open(folder))
+    engine = replace(deciding_engine, classifier=None, strategy=strategy)
     failures = []
     ready = False
     async with starting(lambda: engine, failures.append, verify_rate=verify_rate) as client:

@@ -38,6 +38,7 @@ import torch
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.heads.comparator import Measure
 from attncache_core.models.refitted import LastProducts
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
@@ -254,6 +255,17 @@ class AttentionDatabase:
                 f"database {self.folder} keeps its budget only with the {other[0]} that it was calibrated "
                 f"with; start with that {other[0]}, or calibrate the database anew by `attncache calibrate`",
                 field=other[0],
+            )
+
+    def require_classifier(self, classifier: LinearClassifier | None) -> None:
+        """Raise DatabaseRefused if a budget of decisions was measured with another classifier."""
+        if classifier is None or self.manifest.policy.budget.measure is not Measure.AGREEMENT:
+            return
+        if self.decisions is None or not self.decisions.decides_as(classifier):
+            raise DatabaseRefused(
+                f"database {self.folder} keeps its budget only with the classifier or labels that it was "
+                "calibrated with; start with them, or calibrate the database anew by `attncache calibrate`",
+                field="classifier",
             )
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:
