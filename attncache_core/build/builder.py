@@ -456,12 +456,10 @@ class _Build:
             },
             files=file_digests(self.partial, records, self.familiarity, store),
         ).write(self.partial)
-        scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]
-        for path in (*scaffold, *left_unfinished(self.partial)):
-            path.unlink(missing_ok=True)
+        scaffold = [self.partial / name for name in ("damage.json", "inputs.json")]
         if self.recorded != self.partial:
-            shutil.rmtree(self.recorded)
-        move_into_place(self.partial, self.folder)
+            scaffold.insert(0, self.recorded)
+        move_into_place(self.partial, self.folder, without=[*left_unfinished(self.partial), *scaffold])
 
 
 def _kept_damage(path: Path, heads: int) -> np.ndarray | None:

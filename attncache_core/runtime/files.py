@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -126,10 +127,18 @@ def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
     return list(folder.glob(f".{name}.*.unfinished"))
 
 
-def move_into_place(finished: Path, folder: Path) -> None:
-    """Rename the folder `finished` to `folder`, after all of its content has reached the disk."""
+def move_into_place(finished: Path, folder: Path, without: Iterable[Path] = ()) -> None:
+    """Rename the folder `finished` to `folder`, after all of its content has reached the disk.
+
+    without: files and folders in it that are removed last, because they serve whoever is stopped before.
+    """
     for path in (finished, *finished.rglob("*")):
         _sync(path)
+    for path in without:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     finished.rename(folder)
     _sync(folder.parent)
 

@@ -1,5 +1,6 @@
 """A stopped build resumes and produces the same database as an uninterrupted build."""
 
+import errno
 import secrets
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from core_models import contents_of
 
+from attncache_core import BuildFailed
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -124,6 +126,20 @@ def test_resumed_build_keeps_its_key_and_another_build_has_another_key(tiny_engi
     assert (tmp_path / "a.db" / "key").read_bytes() == key
     ids = {AttentionDatabase.open(tmp_path / name).manifest.id for name in ("a.db", "b.db")}
     assert len(ids) == 2
+
+
+def test_build_stopped_while_its_files_reach_the_disk_goes_on(
+    tiny_engine, tiny_corpus, tmp_path, monkeypatch
+):
+    def sync(path):
+        if path.name == "manifest.json":  # the last one that is written
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_sync", sync)
+        with pytest.raises(BuildFailed, match="start the same build again to resume"):
+            build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
 
 
 # A writer that is killed before its file is complete. It loads the module without the package.
