@@ -500,12 +500,24 @@ class PrefillEngine:
         gate.require(self.fingerprint, self.checkpoint.name, len(self.model.layers))
         self.blending.open(gate, path)
 
-    def may_blend(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
-        """Return whether the gate was measured with sequences of this prompt. labels: as for may_reuse."""
+    def may_blend(
+        self,
+        prompt: Prompt,
+        labels: LabelTokens | None = None,
+        reads: Measure | None = Measure.AGREEMENT,
+    ) -> bool:
+        """Return whether the gate's budget covers what is read of sequences of this prompt.
+
+        labels, reads: as for may_reuse. A budget of decisions covers no embeddings.
+        """
         gate = self.blending.gate
         if gate is None:
             return False
-        return prompt.template == LISTWISE if gate.listwise else self.may_reuse(prompt, labels)
+        if gate.listwise:
+            return prompt.template == LISTWISE
+        if labels is not None:
+            return labels is self.decisions.label_tokens
+        return prompt == self.tokenizer.default_prompt and reads in (Measure.AGREEMENT, gate.budget.measure)
 
     def info(self) -> EngineInfo:
         """Return what is loaded, for people and /info."""

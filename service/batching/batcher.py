@@ -156,7 +156,7 @@ class Batcher:
             flow,
             shares,
             salt if reuse and shares else None,
-            engine.may_blend(used, labels),
+            engine.may_blend(used, labels, reads),
             SequenceNames(salt, used.sequence_plans)
             if reuse and repeats and self._results is not None
             else None,

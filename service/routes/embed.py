@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from attncache_core import Measure, PrefillEngine
 from service.batching.sources import Source, prompt_of
 from service.errors import NoEmbedding
 from service.routes.common import answer, computed
@@ -27,6 +28,7 @@ async def embed(call: CurrentCall) -> Answer:
             source,
             reuse=reuse,
             prompt=prompt_of(serving.engine, source, body.prompt_name),
+            reads=embedding_measure(serving.engine, body.dimensions),
             salt=call.salt(body.cache_salt),
         )
         embeddings = serving.engine.embeddings(
@@ -35,6 +37,11 @@ async def embed(call: CurrentCall) -> Answer:
         return answer(np.ascontiguousarray(embeddings), result, call, source)
 
     return await answered(call, serving, body, compute)
+
+
+def embedding_measure(engine: PrefillEngine, dimensions: int | None) -> Measure | None:
+    """Return what embeddings are read for, see PrefillEngine.may_reuse: budgets are about all dimensions."""
+    return Measure.COSINE if dimensions in (None, engine.dimensions) else None
 
 
 def embedding_server(call: Call) -> Serving:

@@ -29,7 +29,7 @@ NO_BUDGET = Budget(Measure.COSINE, 0.0)
 def gate(*measured: tuple[float, bool, float], **more) -> BlendGate:
     """A gate of (ratio, whether it keeps the budget, time of the exact answer's)."""
     ratios = tuple(MeasuredRatio(ratio, 0.9, 0.9, keeps, seconds) for ratio, keeps, seconds in measured)
-    return BlendGate("f", Budget(Measure.COSINE, 0.9), "\n", 50, ratios, **more)
+    return BlendGate(more.pop("fingerprint", "f"), Budget(Measure.COSINE, 0.9), "\n", 50, ratios, **more)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,17 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     engine.open_gate(found)
     assert engine.may_blend(engine.decisions.letters.prompt, engine.decisions.letters)
     assert not engine.may_blend(engine.tokenizer.default_prompt, engine.decisions.label_tokens)
+
+
+def test_budget_of_decisions_covers_no_embeddings(engine):
+    prompt = engine.tokenizer.default_prompt
+    for measure, covered in ((Measure.COSINE, {*Measure}), (Measure.AGREEMENT, {Measure.AGREEMENT})):
+        opened = replace(engine)
+        opened.open_gate(
+            replace(gate((0.0, True, 0.2), fingerprint=engine.fingerprint), budget=Budget(measure, 0.9))
+        )
+        found = {reads for reads in (*Measure, None) if opened.may_blend(prompt, reads=reads)}
+        assert found == covered
 
 
 def test_equal_prompts_count_once(engine, prompts):

@@ -111,6 +111,7 @@ class FakeEngine:
     fingerprint = "0123456789abcdef" * 4
     vocabulary = 0x110000
     model = SimpleNamespace(hidden_size=DIMENSIONS)
+    dimensions = DIMENSIONS
     label_tokens = None
     multi_label = False
     parallel_runs = 1

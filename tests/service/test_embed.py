@@ -3,7 +3,7 @@ import pytest
 from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, embedding_of, serving
 
-from attncache_core import PrefillEngine
+from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 
 pytestmark = pytest.mark.anyio
@@ -76,3 +76,16 @@ async def test_unknown_prompt_is_refused_with_the_known_prompts(tmp_path):
     assert (response.status_code, error["field"]) == (400, "prompt_name")
     assert error["message"] == "the model has no prompt of this name; its prompts are ask"
     assert (info["prompts"], info["template"], info["pooling"]) == ({"ask": "my "}, "{}", ["mean"])
+
+
+async def test_fewer_dimensions_take_no_maps_because_budgets_are_about_all(
+    tiny_checkpoint, tiny_database, tiny_corpus
+):
+    database = AttentionDatabase.open(tiny_database)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    texts = [sentence.text for sentence in tiny_corpus[:20]]
+    async with serving(engine, result_memory_bytes=0) as client:
+        for path, name in (("/embed", "inputs"), ("/v1/embeddings", "input")):
+            for dimensions in (None, engine.dimensions, 4):
+                answer = await client.post(path, json={name: texts, "dimensions": dimensions})
+                assert (answer.headers["X-AttnCache-Hits"] == "0/20") == (dimensions == 4)

@@ -10,7 +10,7 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine
 from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
 from service.routes.common import answer, check_count, computed, named
-from service.routes.embed import embedding_server
+from service.routes.embed import embedding_measure, embedding_server
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import EmbeddingsRequest, usage_of
 from service.web.call import Answer, CurrentCall
@@ -34,6 +34,7 @@ async def create_embeddings(call: CurrentCall) -> Answer:
             source,
             reuse=reuse,
             prompt=prompt_of(serving.engine, source, None),
+            reads=embedding_measure(serving.engine, body.dimensions),
             salt=call.salt(body.cache_salt),
         )
     embeddings = serving.engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
