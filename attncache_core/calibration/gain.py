@@ -44,7 +44,7 @@ from attncache_core.reuse.maps.search import SearchEngine, SearchPlan
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.segment import RecordsChanged
-from attncache_core.runtime.files import locked, write_whole
+from attncache_core.runtime.files import locked, remove_unfinished, write_whole
 from attncache_core.runtime.processor import processor_name
 from attncache_core.text.token_batch import Group, TokenBatch, pack
 from attncache_core.version import __version__
@@ -223,6 +223,7 @@ def measure_gain(
                 gain for gain in read_gains(folder / "gain.json") if gain.circumstances != circumstances
             ]
             with contextlib.suppress(OSError):
+                remove_unfinished(folder, "gain.json")
                 write_whole(
                     folder / "gain.json", KEPT_GAINS.dump_json([measured, *others][:MAX_KEPT], indent=1)
                 )

@@ -42,9 +42,9 @@ from attncache_core.corpus.reservoir import CLIENT_SHARE, TIME_STEP_SECONDS, Res
 from attncache_core.runtime.files import (
     PRIVATE,
     HeldByAnother,
-    left_unfinished,
     locked,
     locked_at_once,
+    remove_unfinished,
     write_whole,
 )
 
@@ -90,8 +90,7 @@ class TextSampler:
             folder.mkdir(mode=PRIVATE, exist_ok=True)
             key = _kept_key(folder)
             path = _first_free(folder, lock)
-            for unfinished in left_unfinished(folder, path.name):  # by a process that was killed
-                unfinished.unlink()
+            remove_unfinished(folder, path.name)
             reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
             return cls(key, reservoir, path, lock.pop_all())
 

@@ -23,6 +23,7 @@ def headings(count: int) -> list[str]:
     return [f"[{letter}] " for letter in LETTERS[:count]]
 
 
+@np.errstate(over="ignore")
 def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:
     """Return the probabilities of logits [n, classes], float32 [n, classes].
 

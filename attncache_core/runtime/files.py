@@ -127,6 +127,12 @@ def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
     return list(folder.glob(f".{name}.*.unfinished"))
 
 
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Remove what `left_unfinished` returns. No other process may write the file meanwhile."""
+    for path in left_unfinished(folder, name):
+        path.unlink(missing_ok=True)
+
+
 def move_into_place(finished: Path, folder: Path, without: Iterable[Path] = ()) -> None:
     """Rename the folder `finished` to `folder`, after all of its content has reached the disk.
 

@@ -274,6 +274,10 @@ class Call:
             pending.set_exception(error)
 
     async def _bytes(self) -> bytes:
+        if self.headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
+            raise MalformedBody(
+                "a body with Content-Encoding is not read; send the body uncompressed, without this header"
+            )
         maximum = self.state.settings.max_body_bytes
         announced = self.headers.get(b"content-length", b"")
         # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.

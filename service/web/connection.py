@@ -249,7 +249,8 @@ class Connection(HttpToolsProtocol):
             return
         self._refuse(
             MalformedRequest(
-                f"the request is not HTTP/1.1, or more than {_MAX_PIPELINED} requests wait for a response"
+                "the request is not HTTP/1.1, its path has more than 65,535 bytes, or more than "
+                f"{_MAX_PIPELINED} requests wait for a response"
             )
         )
 

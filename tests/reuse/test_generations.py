@@ -329,7 +329,9 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     assert AttentionDatabase.open(root).generation.number == 1
     assert AttentionDatabase.open(root).verify() == []
     assert not (root / ".renewal").exists()
-    assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]
+    # If a kill comes behind the publication, the next process renews again, and there is nothing to gain.
+    published, *again = [renewal.result for renewal in read_renewals(root)]
+    assert (published, {*again} - {Result.REFUSED}) == (Result.PUBLISHED, set())
 
 
 def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path):

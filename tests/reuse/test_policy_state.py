@@ -23,7 +23,7 @@ from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, Strange
 from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened, forget_tightened
 from attncache_core.reuse.maps.verification import Band, Window, windows_of
 from attncache_core.reuse.plan import Outcome
-from attncache_core.runtime.files import locked
+from attncache_core.runtime.files import left_unfinished, locked
 
 FIRST = Window(0, Band.USUAL)
 parts = st.lists(st.sampled_from([0, 1, 2, None]), max_size=12)
@@ -162,7 +162,9 @@ def test_findings_of_another_policy_are_kept_separately(tmp_path):
     """A server may still run with the policy from before the database was calibrated again."""
     served = ServedPolicy(tmp_path, POLICY)
     served.tighten(0)
+    (tmp_path / ".tightened.json.0123.unfinished").touch()  # of a process that was killed
     served.keep({Window(1, Band.USUAL): [0.5]})
+    assert not left_unfinished(tmp_path)
     for other in (
         replace(POLICY, groups=POLICY.groups[1:]),
         replace(POLICY, budget=Budget(Measure.COSINE, 0.91)),

@@ -1,5 +1,6 @@
 """A bad request gets a 4xx error that repeats no input, and the next request is served."""
 
+import gzip
 import json
 
 import pytest
@@ -183,6 +184,15 @@ async def test_temperature_must_be_finite(client, number):
     body = b'{"inputs": "Sesam", "labels": ["a"], "temperature": ' + number + b"}"
     response = await client.post("/classify", content=body)
     await assert_refused(client, response, 400, "invalid_input", "temperature")
+
+
+async def test_compressed_body_is_refused_by_name(client):
+    headers = {"Content-Encoding": "gzip"}
+    response = await client.post("/embed", content=gzip.compress(b'{"inputs": "Sesam"}'), headers=headers)
+    await assert_refused(client, response, 400, "malformed_body", None)
+    assert "Content-Encoding" in response.text
+    plain = await client.post("/embed", json={"inputs": "a"}, headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
 
 
 @pytest.mark.parametrize("value", ["Sesam", "", "true", "on,off"])

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.policy import ReusePolicy, Steps
 from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, windows_of
-from attncache_core.runtime.files import locked_within, write_whole
+from attncache_core.runtime.files import locked_within, remove_unfinished, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,7 @@ def merge_tightened(
         policies = _read(path)
         merged = _findings(policies, calibrated, path).merged(new)
         content = _File(1, {**policies, calibrated.digest: merged})
+        remove_unfinished(folder, path.name)
         write_whole(path, json.dumps(asdict(content)).encode())
         return merged
 

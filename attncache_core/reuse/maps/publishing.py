@@ -46,9 +46,9 @@ from attncache_core.reuse.maps.generations import (
 from attncache_core.runtime.files import (
     PRIVATE,
     HeldByAnother,
-    left_unfinished,
     locked_at_once,
     move_into_place,
+    remove_unfinished,
     write_whole,
 )
 
@@ -163,8 +163,7 @@ def settle(root: Path) -> Renewal | None:
             ):
                 _remove(path)
     for written in (current_path(root), renewals_path(root)):
-        for path in left_unfinished(root, written.name):
-            path.unlink(missing_ok=True)
+        remove_unfinished(root, written.name)
     return renewal
 
 
