@@ -16,14 +16,16 @@ from attncache_core.calibration.quality import texts_needed
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import InvalidInput
+from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other_tests, write_familiarity
+from attncache_core.reuse.maps.generations import current_generation
 from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.manifest import use_of
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import forget_tightened
+from attncache_core.reuse.maps.publishing import renewing
 from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.runtime.files import locked
@@ -48,8 +50,28 @@ def calibrate_database(
 
     The damage of each head is measured again, with the records that the search finds. Within a layer, the
     heads keep the order in which the records hold them. Returns the report, which the manifest holds as
-    `quality`. Raises InvalidInput if too few sequences remain to prove that the budget is kept.
+    `quality`. Raises InvalidInput if too few sequences remain to prove that the budget is kept, and
+    BuildFailed if another process renews or calibrates the database, or has renewed it.
     """
+    root = database.generation.root
+    # A renewal takes the budget of the generation that serves, so none may run meanwhile.
+    with renewing(root):
+        if current_generation(root) != database.generation:
+            raise BuildFailed(
+                f"generation {database.generation.number} of {root} does not serve any more; calibrate again",
+                field="database",
+            )
+        return _calibrate(engine, database, sequences, unfamiliar, budget, progress)
+
+
+def _calibrate(
+    engine: PrefillEngine,
+    database: AttentionDatabase,
+    sequences: Sequence[Sequence[int]],
+    unfamiliar: Sequence[UnfamiliarText],
+    budget: Budget,
+    progress: Progress,
+) -> dict[str, Any]:
     database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
     store, manifest = database.search.store, database.manifest
     unseen = unrecorded(database, sequences, field="texts", needed=texts_needed(budget))

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from killed_renewals import build_and_renew, killed_after, sample
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
+from attncache_core.calibration.database import calibrate_database
 from attncache_core.corpus.reservoir import TIME_STEP_SECONDS
 from attncache_core.corpus.sample import read_sample, sample_folder
 from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import (
     Generation,
@@ -25,7 +28,7 @@ from attncache_core.reuse.maps.generations import (
     kept_generations,
     read_renewals,
 )
-from attncache_core.reuse.maps.policy import Steps
+from attncache_core.reuse.maps.policy import Budget, Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 from attncache_core.reuse.maps.publishing import building_folder, clear_workspace, renewing, roll_back
 from attncache_core.runtime import files
@@ -151,6 +154,37 @@ def test_file_of_another_generation_is_refused(root, tiny_prototypes_database, n
     shutil.copyfile(other, ours)
     with pytest.raises(CorruptDatabase, match="--rollback"):
         AttentionDatabase.open(root)
+
+
+def test_remedy_for_a_damaged_generation_removes_nothing_that_serves(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    flip(root / "projector.safetensors", 100)
+    (fault,) = AttentionDatabase.open(root).verify()
+    assert "generation 0 does not serve" in fault
+    with pytest.raises(CorruptDatabase, match="generation 0 does not serve"):
+        roll_back(root)
+    (root / "current").write_text("0\n", encoding="ascii")
+    with pytest.raises(CorruptDatabase, match="to let generation 1 serve, write this number"):
+        AttentionDatabase.open(root)
+    shutil.rmtree(root / "generations")
+    with pytest.raises(CorruptDatabase, match=r"remove .* and build it again"):
+        AttentionDatabase.open(root)
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_calibration_and_renewal_exclude_each_other(root, tiny_engine, tiny_prototypes_database, renewed):
+    database = AttentionDatabase.open(root)
+    before = (root / "manifest.json").read_bytes()
+    with ExitStack() as stack:
+        if renewed:  # since the database was opened
+            renew(root, tiny_prototypes_database)
+        else:
+            stack.enter_context(renewing(root))
+        stack.enter_context(
+            pytest.raises(BuildFailed, match="calibrate again" if renewed else "renews or calibrates")
+        )
+        calibrate_database(tiny_engine, database, [], (), Budget(Measure.COSINE, 0.5))
+    assert (root / "manifest.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"", b"7", b"\x37\x8a", b"-1\n", b"../a\n"])

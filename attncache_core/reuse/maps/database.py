@@ -27,6 +27,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,7 @@ from attncache_core.reuse.maps.generations import (
     Generation,
     Result,
     current_generation,
+    current_path,
     kept_generations,
     read_renewals,
     require_there,
@@ -111,7 +113,7 @@ class AttentionDatabase:
                     continue  # a renewal has removed the generation meanwhile
                 if not isinstance(error, CorruptDatabase):
                     raise
-                raise CorruptDatabase(_with_remedy(error, generation), field="database") from error
+                raise CorruptDatabase(with_remedy(error, generation), field="database") from error
 
     @classmethod
     def open_generation(
@@ -315,16 +317,29 @@ class AttentionDatabase:
         return [*structural_faults(root), *faults]
 
 
-def _with_remedy(error: AttnCacheError, generation: Generation) -> str:
-    """Return the message of an error, and what to do if the damaged generation serves."""
+def with_remedy(error: AttnCacheError, generation: Generation) -> str:
+    """Return the message of an error about a generation that is damaged, and what to do."""
+    root = generation.root
+    others = [other.number for other in kept_generations(root) if other != generation]
     if reason := refused_read(error):
         remedy = f"the system says: {reason.strerror}; make the file readable for this process, and try again"
-    elif generation.number:
-        back = f"attncache renew {generation.root} --rollback"
-        remedy = f"if it serves, go back to the generation before by `{back}`"
+    elif _serves_not(generation):
+        remedy = f"generation {generation.number} does not serve, and the next renewal removes it"
+    elif others and min(others) < generation.number:
+        remedy = f"go back to the generation before by `attncache renew {root} --rollback`"
+    elif others:
+        current = current_path(root)
+        remedy = f"to let generation {others[-1]} serve, write this number and a line feed into {current}"
     else:
-        remedy = f"remove {generation.root} and build it again (a server replaces its default one by itself)"
+        remedy = f"remove {root} and build it again (a server replaces its default one by itself)"
     return f"{error}; {remedy}"
+
+
+def _serves_not(generation: Generation) -> bool:
+    """Return whether the folder says that another generation serves."""
+    with suppress(CorruptDatabase):
+        return current_generation(generation.root) != generation
+    return False
 
 
 class VerifiedGeneration(NamedTuple):
@@ -342,7 +357,7 @@ def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
             database = AttentionDatabase.open_generation(generation)
             _ = database.decisions
         except AttnCacheError as error:
-            yield VerifiedGeneration(generation.number, 0, [_with_remedy(error, generation)])
+            yield VerifiedGeneration(generation.number, 0, [with_remedy(error, generation)])
             continue
         store = database.search.store
         of_which = f"generation {generation.number}, " if generation.number else ""

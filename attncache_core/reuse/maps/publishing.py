@@ -27,8 +27,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from attncache_core.errors import BuildFailed, InvalidInput
-from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.errors import BuildFailed, CorruptDatabase, InvalidInput
+from attncache_core.reuse.maps.database import AttentionDatabase, with_remedy
 from attncache_core.reuse.maps.generations import (
     RENEWAL,
     Generation,
@@ -63,11 +63,11 @@ _PLAIN_DATABASE = (
 
 @contextmanager
 def renewing(root: Path, *, begins: bool = False) -> Iterator[Renewal | None]:
-    """Be the only process that renews or rolls back the database while the `with` block runs.
+    """Be the only process that renews, rolls back or calibrates the database while the `with` block runs.
 
     Finishes the decision that a killed process left, and yields it; None: there was none. begins: the folder
     may hold no database yet. Raises DatabaseRefused if there is no database, BuildFailed if another process
-    renews, and OSError.
+    does so, and OSError.
     """
     if not begins:
         require_database(root)
@@ -77,7 +77,7 @@ def renewing(root: Path, *, begins: bool = False) -> Iterator[Renewal | None]:
     except HeldByAnother as held:
         holder = "another process" if held.process is None else f"process {held.process}"
         raise BuildFailed(
-            f"{holder} renews {root} at present; wait until it has ended", field="database"
+            f"{holder} renews or calibrates {root} at present; wait until it has ended", field="database"
         ) from held
 
 
@@ -128,7 +128,10 @@ def roll_back(root: Path) -> Renewal:
                 f"generation serve, write its number into {current_path(root)}",
                 field="database",
             )
-        AttentionDatabase.open_generation(earlier[-1])
+        try:
+            AttentionDatabase.open_generation(earlier[-1])
+        except CorruptDatabase as error:
+            raise CorruptDatabase(with_remedy(error, earlier[-1]), field="database") from error
         chosen = earlier[-1].number
         renewal = Renewal(now(), Result.ROLLED_BACK, before.number, chosen, "rolled back by an operator")
         decide(root, renewal)
