@@ -122,6 +122,7 @@ def _calibrate(
         database.keep_calibration_texts(unseen)
         replace(manifest, files=files).write(database.folder)
         remove_other_tests(database.folder, name)
+        database.remove_other_decisions(files)
         if chosen.refitted is None:
             write_refitted(database.folder, None)
         forget_tightened(database.folder)

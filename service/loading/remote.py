@@ -146,7 +146,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
 def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
     paths = sorted(
         path
-        for pattern in ("*", "index/*", "maps/*", "decisions/*")
+        for pattern in ("*", "index/*", "maps/*", "decisions*/*")
         for path in folder.glob(pattern)
         if path.is_file()
         and _FILE_NAME.fullmatch(name := str(path.relative_to(folder)))

@@ -42,7 +42,7 @@ def change_decisions(folder, engine):
     database = AttentionDatabase.open(folder)
     labels = nearest_label(("a", "b"), engine.embed(["my card", "the bank"]), fingerprint="f", model="m")
     replace(database.manifest, files=database.keep_decisions(labels)).write(folder)
-    change_byte(folder / "decisions/classifier.json")
+    change_byte(next(folder.glob("decisions-*/classifier.json")))
 
 
 def change_manifest(folder, **entries):

@@ -260,6 +260,15 @@ def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(decidi
     assert fitted.decisions.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
 
 
+def test_calibration_that_was_stopped_leaves_the_classifier_of_the_database(deciding):
+    database = deciding.map_reuse.database
+    database.keep_decisions(signs(deciding.model.hidden_size, labels=("of the", "next")))
+    opened = AttentionDatabase.open(database.folder)
+    assert (opened.decisions.labels, opened.verify()) == (("minus", "plus"), [])
+    opened.remove_other_decisions(opened.manifest.files)
+    assert len(list(database.folder.glob("decisions*"))) == 1
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -272,7 +281,7 @@ def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(decidi
     ],
 )
 def test_damaged_or_changed_classifier_of_a_database_is_refused(deciding, spoil):
-    spoil(deciding.map_reuse.database.folder / "decisions")
+    spoil(next(deciding.map_reuse.database.folder.glob("decisions-*")))
     with pytest.raises(CorruptDatabase, match=r"a\.db.*decisions.* calibrate ") as refused:
         deciding.decisions.comparator(Measure.AGREEMENT)
     assert refused.value.field == "database"

@@ -297,10 +297,10 @@ def test_verify_of_an_open_database_finds_a_changed_byte_in_any_file(folder, nam
 
 def test_verify_finds_a_damaged_classifier_of_the_decisions(folder):
     content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    content["files"]["decisions/classifier.json"] = "0" * 64
+    content["files"]["decisions-0/classifier.json"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
     (sentence,) = AttentionDatabase.open(folder).verify()
-    assert "decisions cannot be read" in sentence
+    assert "decisions-0 cannot be read" in sentence
 
 
 # What a database reveals about its texts.

@@ -637,7 +637,7 @@ async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothi
 async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(deciding_engine, verify_rate):
     assert deciding_engine.map_reuse is not None
     folder = deciding_engine.map_reuse.database.folder
-    (folder / "decisions" / "classifier.json").unlink()
+    next(folder.glob("decisions-*/classifier.json")).unlink()
     # The database's own classifier decides then.
     strategy = MapReuse(AttentionDatabase.open(folder))
     engine = replace(deciding_engine, classifier=None, strategy=strategy)

@@ -10,7 +10,7 @@
     DIR/maps/<length>.maps        records (storage/layout.py)
 
     DIR/gain.json                 measured gain of reuse on each machine (gain.py)
-    DIR/decisions/                the classifier whose decisions the budget is about, if there is one
+    DIR/decisions-DIGEST/         the classifier whose decisions the budget is about, if there is one
     DIR/calibrated_on.json        digests of the texts of a calibration after the build
     DIR/tightened.json            findings of all servers about the policy (policy_state.py)
 
@@ -26,7 +26,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -74,7 +74,8 @@ from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.runtime.files import refused_read, write_whole
 
 # This file holds the digest of the classifier's weights, so its own digest covers the weights too.
-_DECISIONS = "decisions/classifier.json"
+# Begins the name of a folder. The rest is a digest, so that an interrupted calibration changes nothing.
+_DECISIONS = "decisions"
 _CALIBRATED_ON = "calibrated_on.json"
 
 
@@ -164,10 +165,10 @@ class AttentionDatabase:
 
         Raises CorruptDatabase if the classifier is not the one that the database was calibrated for.
         """
-        digest = self.manifest.files.get(_DECISIONS)
-        if digest is None:
+        name = next((name for name in self.manifest.files if name.startswith(_DECISIONS)), None)
+        if name is None:
             return None
-        path = self.folder / _DECISIONS
+        path, digest = self.folder / name, self.manifest.files[name]
         try:
             if file_digest(path) == digest:
                 return LinearClassifier.load(path.parent)
@@ -180,18 +181,25 @@ class AttentionDatabase:
         )
 
     def keep_decisions(self, classifier: LinearClassifier | None) -> dict[str, str]:
-        """Write the classifier whose decisions the budget is about; None: remove a classifier.
+        """Write the classifier whose decisions the budget is about; None: there is none.
 
-        Returns the new `files` entry of the manifest; the caller writes the manifest. Raises OSError.
+        Returns the new `files` entry of the manifest. The caller writes the manifest, and then calls
+        `remove_other_decisions`. Raises OSError.
         """
-        path = self.folder / _DECISIONS
-        files = {name: digest for name, digest in self.manifest.files.items() if name != _DECISIONS}
+        files = {
+            name: digest for name, digest in self.manifest.files.items() if not name.startswith(_DECISIONS)
+        }
         if classifier:
+            path = self.folder / f"{_DECISIONS}-{classifier.digest()[:16]}" / "classifier.json"
             classifier.save(path.parent)
-            files[_DECISIONS] = file_digest(path)
-        elif path.parent.exists():
-            shutil.rmtree(path.parent)
+            files[f"{path.parent.name}/{path.name}"] = file_digest(path)
         return files
+
+    def remove_other_decisions(self, files: Mapping[str, str]) -> None:
+        """Remove the classifiers of earlier and of interrupted calibrations. files: of the manifest."""
+        for path in self.folder.glob(f"{_DECISIONS}*"):
+            if f"{path.name}/classifier.json" not in files:
+                shutil.rmtree(path)
 
     def keep_calibration_texts(self, sequences: Iterable[Sequence[int]]) -> None:
         """Write the digests of the calibration texts, so that an evaluation can recognise them.

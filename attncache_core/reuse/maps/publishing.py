@@ -56,7 +56,7 @@ _SWITCHING = (Result.PUBLISHED, Result.ROLLED_BACK)
 # The files of generation 0, which share the folder with the files of this module. The manifest is removed
 # first: without it, the rest is no database.
 _PLAIN_DATABASE = (
-    *("manifest.json", "key", "*.safetensors", "index", "maps", "decisions"),
+    *("manifest.json", "key", "*.safetensors", "index", "maps", "decisions*"),
     *("gain.json", "calibrated_on.json", "tightened.json", ".gain.json.lock", ".tightened.json.lock"),
 )
 
