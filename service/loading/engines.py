@@ -26,6 +26,7 @@ from pathlib import Path
 from attncache_core import (
     AttentionDatabase,
     AttnCacheError,
+    BuildFailed,
     Checkpoint,
     CorruptDatabase,
     InvalidInput,
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 NO_DATABASE_YET = "there is no database of attention maps yet"
 DAMAGED = "the default database is damaged, and a new one is being built"
-NOT_BUILT = "there is no database of attention maps, and none could be built"
+NOT_BUILT = "there is no database of attention maps, and none could be built so far; the log says why"
 CANNOT_PAY = (
     "no database of attention maps is built, because reuse cannot make this model as much faster on this "
     "machine as --min-gain asks for"
@@ -61,7 +62,8 @@ CANNOT_PAY = (
 MEASURING_PROSPECT = "measuring whether reuse of attention maps could save time on this machine"
 MEASURING_GAIN = "measuring how much time reuse of attention maps saves on this machine"
 FIRST_WORKER_DECIDES = (
-    "there is no database of attention maps; the first worker builds one if reuse can pay on this machine"
+    "there is no database of attention maps; the first worker builds one if it can, and if reuse can pay on "
+    "this machine"
 )
 
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60, 3600
@@ -118,7 +120,7 @@ def _with_new_database(
                 engine.reuse_off[:] = [CANNOT_PAY]
                 _log_savings(engine)
                 return
-        yield from build_while_serving(settings)
+        yield from _built(engine, settings)
     else:
         engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
@@ -154,6 +156,25 @@ def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:
             yield f"{busy}: the server goes on without reuse, and measures again in {seconds // 60} min"
             time.sleep(seconds)
             seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
+
+
+def _built(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
+    """Build the default database in another process. A build that fails goes on later."""
+    reasons = list(engine.reuse_off)
+    seconds = _FIRST_RETRY_SECONDS
+    while True:
+        try:
+            yield from build_while_serving(settings)
+            return
+        except (BuildFailed, OSError) as failure:
+            engine.reuse_off[:] = [NOT_BUILT]
+            yield (
+                f"there is no new default database: {failure}; the server goes on without reuse, and builds "
+                f"again in {seconds // 60} min"
+            )
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
+            engine.reuse_off[:] = reasons
 
 
 def _log_savings(engine: PrefillEngine) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -80,9 +81,14 @@ def build_while_serving(settings: Settings) -> Iterator[str]:
                 shown = share
                 yield _line(shown)
     if builder.returncode != 0:
-        raise BuildFailed(
-            refused or f"the process that builds the database ended with code {builder.returncode}"
-        )
+        raise BuildFailed(refused or f"the process that builds the database {_end_of(builder)}")
+
+
+def _end_of(builder: subprocess.Popen[str]) -> str:
+    """Return how a process has ended that has printed no reason."""
+    if builder.returncode == -signal.SIGKILL:
+        return "was killed, as Linux does if memory runs out"
+    return f"ended with code {builder.returncode}"
 
 
 def _line(share: float) -> str:
@@ -100,6 +106,11 @@ def main() -> None:
         _JOBS[sys.argv[1]](settings)
     except (AttnCacheError, OSError) as error:
         print(error)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
+            raise
+        print("memory ran out; leave more memory to the server, or start it with --no-maps")
         sys.exit(2)
 
 

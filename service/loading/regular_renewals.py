@@ -39,6 +39,7 @@ class RegularRenewals:
         self._settings, self._root = settings, root
         self._seconds = settings.renew_hours * 3600
         self._not_before = 0.0  # Unix time
+        self._is_useless = False  # whether reuse cannot pay
         self._process: subprocess.Popen[str] | None = None
 
     def look(self) -> None:
@@ -66,13 +67,14 @@ class RegularRenewals:
 
     def _is_due(self) -> bool:
         now = time.time()
-        if now < self._not_before:
+        # If the clock was ahead, what was found then is far away.
+        if now < self._not_before <= now + max(self._seconds, _RETRY_SECONDS) or self._is_useless:
             return False
         began = began_at(self._root)
         if began is None:
             return False
-        decisions = [_moment(renewal, now) for renewal in read_renewals(self._root)[-1:]]
-        self._not_before = max([began, *decisions]) + self._seconds
+        decisions = [_moment(renewal) for renewal in read_renewals(self._root)[-1:]]
+        self._not_before = max(moment for moment in (0.0, began, *decisions) if moment <= now) + self._seconds
         return now >= self._not_before
 
     def _after(self, process: subprocess.Popen[str]) -> float:
@@ -87,14 +89,13 @@ class RegularRenewals:
         logger.info("%s", renewal.told())
         if renewal.result is Result.NO_GAIN:
             logger.info("no renewal is tried again until the server is started again")
-            return float("inf")
+            self._is_useless = True
         return 0.0
 
 
-def _moment(renewal: Renewal, now: float) -> float:
-    """Return the Unix time of a renewal; 0 if its line is damaged, or its time has not come yet."""
+def _moment(renewal: Renewal) -> float:
+    """Return the Unix time of a renewal; 0 if its line is damaged."""
     try:
-        moment = datetime.fromisoformat(renewal.time).timestamp()
+        return datetime.fromisoformat(renewal.time).timestamp()
     except ValueError:
         return 0.0
-    return moment if moment <= now else 0.0

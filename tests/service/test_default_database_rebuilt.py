@@ -10,9 +10,10 @@ import httpx
 import pytest
 from raw_http import wait_until
 
-from attncache_core import AttentionDatabase, PrefillEngine, default_corpus
+from attncache_core import AttentionDatabase, BuildFailed, PrefillEngine, default_corpus
 from attncache_core.build.default import default_database_folder
 from attncache_core.runtime.files import locked
+from service.loading import engines
 from service.loading.engines import DAMAGED, FIRST_WORKER_DECIDES, NO_DATABASE_YET, NOT_BUILT, load_engines
 from service.settings import Settings
 
@@ -151,6 +152,7 @@ def test_failing_build_is_logged_once_and_the_server_serves_in_full(start, tiny_
     assert hits(client) == "0/1"
     assert server.logged.count("there is no new default database: ") == 1
     assert "cannot be written" in server.logged
+    assert "builds again in 1 min" in server.logged
     assert "Traceback" not in server.logged
 
 
@@ -181,5 +183,28 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
     (second,) = engines
     assert first.reuse_off == [FIRST_WORKER_DECIDES]
+    assert isinstance(second, PrefillEngine)
+    assert second.map_reuse is not None
+
+
+def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_path, monkeypatch):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", cache_dir=tmp_path, min_gain=0)
+    slept, failures = [], [BuildFailed("no space"), OSError("no process")]
+
+    def build(_):
+        yield "building"
+        if failures:
+            raise failures.pop(0)
+        shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
+
+    monkeypatch.setattr(engines, "build_while_serving", build)
+    monkeypatch.setattr(engines.time, "sleep", slept.append)
+    first, *lines, second = load_engines(settings, tiny_checkpoint)
+    assert isinstance(first, PrefillEngine)
+    assert [line.partition(";")[0] for line in lines if line != "building"] == [
+        "there is no new default database: no space",
+        "there is no new default database: no process",
+    ]
+    assert slept == [60, 120]
     assert isinstance(second, PrefillEngine)
     assert second.map_reuse is not None

@@ -294,6 +294,17 @@ def test_one_renewal_runs_at_a_time_and_its_end_is_logged(tmp_path, regular, sta
     assert len(started) == 1
 
 
+def test_clock_that_was_ahead_delays_no_renewal(tmp_path, regular, started, monkeypatch):
+    begin_sample(tmp_path, -9999)
+    with monkeypatch.context() as patch:
+        patch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: 10**10))
+        regular.look()
+        started.pop().ends(2, "no memory\n")
+        regular.look()
+    regular.look()
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize("moment", ["yesterday", "9999-01-01T00:00:00Z"])
 def test_damaged_time_of_a_renewal_is_no_obstacle(tmp_path, regular, started, moment):
     begin_sample(tmp_path, 99)
