@@ -73,8 +73,8 @@ from attncache_core.reuse.storage.seal import Seal, key_path
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.runtime.files import refused_read, write_whole
 
-# This file holds the digest of the classifier's weights, so its own digest covers the weights too.
-# Begins the name of a folder. The rest is a digest, so that an interrupted calibration changes nothing.
+# Begins the name of a folder. The rest is a digest, so that a calibration that is killed changes nothing. The
+# folder's classifier.json holds the digest of the weights, so its own digest covers the weights too.
 _DECISIONS = "decisions"
 _CALIBRATED_ON = "calibrated_on.json"
 
