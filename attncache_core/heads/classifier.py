@@ -107,16 +107,20 @@ class LinearClassifier:
                     f"program reads {FORMAT_VERSION}; fit the classifier again",
                     field="classifier",
                 )
-            if len(description["labels"]) != len(weights["weight"]) or len(weights["bias"]) != len(
-                weights["weight"]
-            ):
-                raise ValueError("labels and weights differ in number")
+            labels = description["labels"]
+            if not {len(labels), len(set(labels)), len(weights["bias"])} == {len(weights["weight"])}:
+                raise ValueError("labels and weights differ in number, or two labels are equal")
+            names = *labels, description["model"], description["fingerprint"]
+            if not (all(labels) and all(isinstance(name, str) for name in names)):
+                raise ValueError("labels or names that are no strings, or an empty label")
+            if not (isinstance(labels, list) and isinstance(description["fitted"], dict)):
+                raise ValueError("no list of labels, or no summary of the fit")
             if not all(np.isfinite(weights[name]).all() for name in ("weight", "bias")):
                 raise ValueError("weights that are not finite")
             if description["weights"] != hashlib.sha256(content).hexdigest():
                 raise ValueError("weights of another fit")
             return cls(
-                labels=tuple(description["labels"]),
+                labels=tuple(labels),
                 weight=weights["weight"],
                 bias=weights["bias"],
                 fingerprint=description["fingerprint"],

@@ -65,7 +65,10 @@ def counts(engine: PrefillEngine) -> np.ndarray:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return the bytes of every file but the lock of the process that calibrates."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files.pop(".renewal.lock", None)
+    return files
 
 
 def manifest_of(folder: Path) -> dict[str, object]:

@@ -131,10 +131,20 @@ def test_other_format_version_is_refused(tmp_path):
         LinearClassifier.load(tmp_path)
 
 
-def test_description_with_fewer_labels_than_weights_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"labels": labels}
+            for labels in (["one"], ["a", "b", "b"], ["a", "b", ""], [1, 2, 3], "abc", [[1]] * 3)
+        ),
+        *({"model": None}, {"fingerprint": 3}, {"fitted": None}),
+    ],
+)
+def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
     fitted().save(tmp_path)
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
-    (tmp_path / "classifier.json").write_text(json.dumps(description | {"labels": ["one"]}))
+    (tmp_path / "classifier.json").write_text(json.dumps(description | changes))
     with pytest.raises(DatabaseRefused):
         LinearClassifier.load(tmp_path)
 

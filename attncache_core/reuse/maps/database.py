@@ -332,7 +332,7 @@ def with_remedy(error: AttnCacheError, generation: Generation) -> str:
     if reason := refused_read(error):
         remedy = f"the system says: {reason.strerror}; make the file readable for this process, and try again"
     elif _serves_not(generation):
-        remedy = f"generation {generation.number} does not serve, and the next one that is published replaces it"
+        remedy = f"generation {generation.number} does not serve, and the next one published replaces it"
     elif others and min(others) < generation.number:
         remedy = f"go back to the generation before by `attncache renew {root} --rollback`"
     elif others:
