@@ -136,7 +136,8 @@ def remove_unfinished(folder: Path, name: str) -> None:
 def move_into_place(finished: Path, folder: Path, without: Iterable[Path] = ()) -> None:
     """Rename the folder `finished` to `folder`, after all of its content has reached the disk.
 
-    without: files and folders in it that are removed last, because they serve whoever is stopped before.
+    without: files and folders in it that do not move. They are removed last, because a process that is
+    stopped before that needs them to go on.
     """
     for path in (finished, *finished.rglob("*")):
         _sync(path)

@@ -146,35 +146,43 @@ def _measured(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
 
 def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:
     """Measure, and try again later as long as other programs use the processors. Yields what is done."""
-    seconds = _FIRST_RETRY_SECONDS
-    while True:
+
+    def attempt() -> Iterator[str]:
         yield line
-        try:
-            measure()
-            return
-        except MachineBusy as busy:
-            yield f"{busy}: the server goes on without reuse, and measures again in {seconds // 60} min"
-            time.sleep(seconds)
-            seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
+        measure()
+
+    yield from _retried(attempt, MachineBusy, "measures")
 
 
 def _built(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
-    """Build the default database in another process. A build that fails goes on later."""
+    """Build the default database in another process, and go on later if that fails. Yields what is done."""
     reasons = list(engine.reuse_off)
+
+    def attempt() -> Iterator[str]:
+        engine.reuse_off[:] = reasons
+        try:
+            yield from build_while_serving(settings)
+        except (BuildFailed, OSError) as failure:
+            engine.reuse_off[:] = [NOT_BUILT]
+            raise BuildFailed(f"there is no new default database: {failure}") from failure
+
+    yield from _retried(attempt, BuildFailed, "builds")
+
+
+def _retried(attempt: Callable[[], Iterator[str]], failing: type[Exception], verb: str) -> Iterator[str]:
+    """Yield the lines of an attempt, which is repeated after each error `failing`.
+
+    verb: what the server does in an attempt, such as "builds".
+    """
     seconds = _FIRST_RETRY_SECONDS
     while True:
         try:
-            yield from build_while_serving(settings)
+            yield from attempt()
             return
-        except (BuildFailed, OSError) as failure:
-            engine.reuse_off[:] = [NOT_BUILT]
-            yield (
-                f"there is no new default database: {failure}; the server goes on without reuse, and builds "
-                f"again in {seconds // 60} min"
-            )
+        except failing as failure:
+            yield f"{failure}: the server goes on without reuse, and {verb} again in {seconds // 60} min"
             time.sleep(seconds)
             seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
-            engine.reuse_off[:] = reasons
 
 
 def _log_savings(engine: PrefillEngine) -> None:

@@ -81,11 +81,11 @@ def build_while_serving(settings: Settings) -> Iterator[str]:
                 shown = share
                 yield _line(shown)
     if builder.returncode != 0:
-        raise BuildFailed(refused or f"the process that builds the database {_end_of(builder)}")
+        raise BuildFailed(refused or f"the process that builds the database {end_of(builder)}")
 
 
-def _end_of(builder: subprocess.Popen[str]) -> str:
-    """Return how a process has ended that has printed no reason."""
+def end_of(builder: subprocess.Popen[str]) -> str:
+    """Return how a process has ended that has printed no reason, for people."""
     if builder.returncode == -signal.SIGKILL:
         return "was killed, as Linux does if memory runs out"
     return f"ended with code {builder.returncode}"

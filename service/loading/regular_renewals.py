@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from attncache_core.corpus.sample import began_at
 from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals
 from service.errors import log_failure
-from service.loading.rebuild import start_builder
+from service.loading.rebuild import end_of, start_builder
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RegularRenewals:
         self._settings, self._root = settings, root
         self._seconds = settings.renew_hours * 3600
         self._not_before = 0.0  # Unix time
-        self._is_useless = False  # whether reuse cannot pay
+        self._can_pay = True
         self._process: subprocess.Popen[str] | None = None
 
     def look(self) -> None:
@@ -68,7 +68,7 @@ class RegularRenewals:
     def _is_due(self) -> bool:
         now = time.time()
         # If the clock was ahead, what was found then is far away.
-        if now < self._not_before <= now + max(self._seconds, _RETRY_SECONDS) or self._is_useless:
+        if now < self._not_before <= now + max(self._seconds, _RETRY_SECONDS) or not self._can_pay:
             return False
         began = began_at(self._root)
         if began is None:
@@ -83,13 +83,13 @@ class RegularRenewals:
         try:
             renewal = RENEWAL.validate_json(printed)
         except ValidationError:
-            reason = printed or f"its process ended with code {process.returncode}"
+            reason = printed or f"its process {end_of(process)}"
             logger.warning("the database could not be renewed: %s", reason)
             return time.time() + min(_RETRY_SECONDS, self._seconds)
         logger.info("%s", renewal.told())
         if renewal.result is Result.NO_GAIN:
             logger.info("no renewal is tried again until the server is started again")
-            self._is_useless = True
+            self._can_pay = False
         return 0.0
 
 

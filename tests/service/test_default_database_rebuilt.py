@@ -201,7 +201,7 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
     monkeypatch.setattr(engines.time, "sleep", slept.append)
     first, *lines, second = load_engines(settings, tiny_checkpoint)
     assert isinstance(first, PrefillEngine)
-    assert [line.partition(";")[0] for line in lines if line != "building"] == [
+    assert [line.partition(": the server")[0] for line in lines if line != "building"] == [
         "there is no new default database: no space",
         "there is no new default database: no process",
     ]

@@ -331,7 +331,7 @@ def with_remedy(error: AttnCacheError, generation: Generation) -> str:
     others = [other.number for other in kept_generations(root) if other != generation]
     if reason := refused_read(error):
         remedy = f"the system says: {reason.strerror}; make the file readable for this process, and try again"
-    elif _serves_not(generation):
+    elif _another_serves(generation):
         remedy = f"generation {generation.number} does not serve, and the next one published replaces it"
     elif others and min(others) < generation.number:
         remedy = f"go back to the generation before by `attncache renew {root} --rollback`"
@@ -343,7 +343,7 @@ def with_remedy(error: AttnCacheError, generation: Generation) -> str:
     return f"{error}; {remedy}"
 
 
-def _serves_not(generation: Generation) -> bool:
+def _another_serves(generation: Generation) -> bool:
     """Return whether the folder says that another generation serves."""
     with suppress(CorruptDatabase):
         return current_generation(generation.root) != generation
