@@ -87,6 +87,7 @@ class LinearClassifier:
             "fingerprint": self.fingerprint,
             "fitted": self.fitted,
             "labels": self.labels,
+            "digest": self.digest(),
             # If `save` is interrupted between the two files, this checksum reveals that they do not match.
             "weights": hashlib.sha256(weights).hexdigest(),
         }
@@ -107,33 +108,33 @@ class LinearClassifier:
                     f"program reads {FORMAT_VERSION}; fit the classifier again",
                     field="classifier",
                 )
-            labels = description["labels"]
-            if not {len(labels), len(set(labels)), len(weights["bias"])} == {len(weights["weight"])}:
+            labels, weight, bias = description["labels"], weights["weight"], weights["bias"]
+            model, fingerprint, fitted = (description[name] for name in ("model", "fingerprint", "fitted"))
+            if not all(isinstance(name, str) for name in (*labels, model, fingerprint)):
+                raise ValueError("labels or names that are no strings")
+            if not (isinstance(labels, list) and all(labels) and isinstance(fitted, dict)):
+                raise ValueError("no list of labels, an empty label, or no summary of the fit")
+            count = len(set(labels))
+            if (len(labels), len(weight), weight.ndim, bias.shape) != (count, count, 2, (count,)):
                 raise ValueError("labels and weights differ in number, or two labels are equal")
-            names = *labels, description["model"], description["fingerprint"]
-            if not (all(labels) and all(isinstance(name, str) for name in names)):
-                raise ValueError("labels or names that are no strings, or an empty label")
-            if not (isinstance(labels, list) and isinstance(description["fitted"], dict)):
-                raise ValueError("no list of labels, or no summary of the fit")
-            if not all(np.isfinite(weights[name]).all() for name in ("weight", "bias")):
+            if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
                 raise ValueError("weights that are not finite")
             if description["weights"] != hashlib.sha256(content).hexdigest():
                 raise ValueError("weights of another fit")
-            return cls(
-                labels=tuple(labels),
-                weight=weights["weight"],
-                bias=weights["bias"],
-                fingerprint=description["fingerprint"],
-                model=description["model"],
-                fitted=description["fitted"],
-            )
+            found = cls(tuple(labels), weight, bias, fingerprint, model, fitted)
+            # Classifiers of earlier versions have no digest.
+            if description.get("digest", found.digest()) != found.digest():
+                raise ValueError("labels of another fit")
+            return found
         except FileNotFoundError as error:
             raise DatabaseRefused(f"there is no classifier in {folder}", field="classifier") from error
         except DatabaseRefused:
             raise
         except Exception as error:
             # safetensors raises plain Exception, so every error means that the folder is unusable.
-            raise DatabaseRefused(f"the classifier in {folder} cannot be read", field="classifier") from error
+            raise DatabaseRefused(
+                f"the classifier in {folder} cannot be read; fit it again", field="classifier"
+            ) from error
 
 
 def nearest_label(

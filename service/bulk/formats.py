@@ -78,7 +78,13 @@ def check_labels(output: Path, labels: Sequence[str]) -> None:
     """Raise InvalidInput if labels cannot be the names of columns."""
     if len(set(labels)) < len(labels):
         raise InvalidInput("two labels of the model have the same name", field="labels")
-    if output.suffix.lower() == ".tsv" and any(set(label) & set("\t\r\n") for label in labels):
+    is_table = output.suffix.lower() == ".tsv"
+    if is_table and {"label", "score"} & {*labels}:
+        raise InvalidInput(
+            "a .tsv file has columns of its own that are called label and score; choose .jsonl or .parquet",
+            field="output",
+        )
+    if is_table and any(set(label) & set("\t\r\n") for label in labels):
         raise InvalidInput(
             "a label holds a tab or a line feed, which a .tsv file cannot hold; choose .jsonl or .parquet",
             field="output",

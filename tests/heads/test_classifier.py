@@ -138,7 +138,12 @@ def test_other_format_version_is_refused(tmp_path):
             {"labels": labels}
             for labels in (["one"], ["a", "b", "b"], ["a", "b", ""], [1, 2, 3], "abc", [[1]] * 3)
         ),
-        *({"model": None}, {"fingerprint": 3}, {"fitted": None}),
+        *(
+            {"model": None},
+            {"fingerprint": 3},
+            {"fitted": None},
+            {"labels": ["label 2", "label 1", "label 3"]},
+        ),
     ],
 )
 def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
@@ -146,6 +151,21 @@ def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
     (tmp_path / "classifier.json").write_text(json.dumps(description | changes))
     with pytest.raises(DatabaseRefused):
+        LinearClassifier.load(tmp_path)
+
+
+def test_classifier_of_the_version_before_has_no_digest_and_is_read(tmp_path):
+    fitted().save(tmp_path)
+    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
+    del description["digest"]
+    (tmp_path / "classifier.json").write_text(json.dumps(description))
+    assert LinearClassifier.load(tmp_path).digest() == fitted().digest()
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2,), ()])
+def test_bias_of_another_shape_is_refused(tmp_path, shape):
+    replace(fitted(), bias=np.zeros(shape, np.float32)).save(tmp_path)
+    with pytest.raises(DatabaseRefused, match="cannot be read"):
         LinearClassifier.load(tmp_path)
 
 

@@ -511,6 +511,8 @@ def test_labels_that_no_table_can_hold_are_refused(tmp_path, source):
     checkpoint = read_checkpoint(write_model(tmp_path / "texts-model", labels=["a\tb", "c"]))
     options = ("--input", source, "--output", tmp_path / "out.tsv")
     one_line(run("classify", *model_arguments(checkpoint), *options), "a label holds a tab", ".jsonl")
+    checkpoint = read_checkpoint(write_model(tmp_path / "scores-model", labels=["score", "c"]))
+    one_line(run("classify", *model_arguments(checkpoint), *options), "called label and score", ".jsonl")
 
 
 def test_missing_pyarrow_is_named(tiny_checkpoint, tmp_path, source, monkeypatch):

@@ -141,7 +141,8 @@ class DiskTier(TierCounter):
         """
         identity = self._format.identity(name)
         try:
-            file = open(self._path(name.key), "rb", buffering=0)  # noqa: SIM115 - OpenBlock closes it
+            path = self._path(name.key)
+            file = open(path, "rb", buffering=0, opener=_opener_at_once)  # noqa: SIM115 - OpenBlock closes it
         except OSError:
             return None
         try:
@@ -353,6 +354,11 @@ def _lock(file: FileIO) -> None:
             time.sleep(_LOCK_POLL_SECONDS)
         else:
             return
+
+
+def _opener_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting, as the system does for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _private_opener(path: str, flags: int) -> int:

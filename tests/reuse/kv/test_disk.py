@@ -196,6 +196,14 @@ def test_file_of_another_size_is_absent_and_removed(tier, folder, size):
     assert (tier.counts.damaged, files(folder)) == (1, [])
 
 
+def test_fifo_in_place_of_a_block_is_removed_and_not_waited_for(tier, folder):
+    tier.write(block(3), content(3))
+    path_of(folder, block(3)).unlink()
+    os.mkfifo(path_of(folder, block(3)))
+    assert tier.open(block(3)) is None
+    assert (tier.counts.damaged, files(folder)) == (1, [])
+
+
 def test_file_cut_after_it_was_opened_is_found(tier, folder):
     tier.write(block(3), content(3))
     with tier.open(block(3)) as opened:
