@@ -68,7 +68,7 @@ class OneLineErrors(click.Group):
         except AttnCacheError as error:
             raise _OneLine(" ".join(str(error).split())) from error
         except OSError as error:
-            raise _OneLine(f"{error.filename or 'a file'}: {error.strerror}") from error
+            raise _OneLine(f"{error.filename or 'a file'}: {error.strerror or error}") from error
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:

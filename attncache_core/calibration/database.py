@@ -22,7 +22,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.generations import current_generation
 from attncache_core.reuse.maps.integrity import file_digest
-from attncache_core.reuse.maps.manifest import use_of
+from attncache_core.reuse.maps.manifest import Manifest, use_of
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import forget_tightened
 from attncache_core.reuse.maps.publishing import renewing
@@ -56,10 +56,10 @@ def calibrate_database(
     root = database.generation.root
     # A renewal takes the budget of the generation that serves, so none may run meanwhile.
     with renewing(root):
-        if current_generation(root) != database.generation:
+        present = current_generation(root)
+        if present != database.generation or Manifest.read(present.folder) != database.manifest:
             raise BuildFailed(
-                f"generation {database.generation.number} of {root} does not serve any more; calibrate again",
-                field="database",
+                f"{root} was renewed or calibrated meanwhile; calibrate again", field="database"
             )
         return _calibrate(engine, database, sequences, unfamiliar, budget, progress)
 

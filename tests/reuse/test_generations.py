@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from attncache_core.calibration.database import calibrate_database
 from attncache_core.corpus.reservoir import TIME_STEP_SECONDS
 from attncache_core.corpus.sample import read_sample, sample_folder
 from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import (
@@ -171,18 +173,19 @@ def test_remedy_for_a_damaged_generation_removes_nothing_that_serves(root, tiny_
         AttentionDatabase.open(root)
 
 
-@pytest.mark.parametrize("renewed", [False, True])
-def test_calibration_and_renewal_exclude_each_other(root, tiny_engine, tiny_prototypes_database, renewed):
+@pytest.mark.parametrize("other", ["renews", "has renewed", "has calibrated"])
+def test_calibration_and_renewal_exclude_each_other(root, tiny_engine, tiny_prototypes_database, other):
     database = AttentionDatabase.open(root)
-    before = (root / "manifest.json").read_bytes()
     with ExitStack() as stack:
-        if renewed:  # since the database was opened
+        if other == "renews":
+            stack.enter_context(renewing(root))
+        elif other == "has renewed":
             renew(root, tiny_prototypes_database)
         else:
-            stack.enter_context(renewing(root))
-        stack.enter_context(
-            pytest.raises(BuildFailed, match="calibrate again" if renewed else "renews or calibrates")
-        )
+            replace(database.manifest, quality=database.manifest.quality | {"left_out": 7}).write(root)
+        before = (root / "manifest.json").read_bytes()
+        words = "renews or calibrates" if other == "renews" else "calibrate again"
+        stack.enter_context(pytest.raises(BuildFailed, match=words))
         calibrate_database(tiny_engine, database, [], (), Budget(Measure.COSINE, 0.5))
     assert (root / "manifest.json").read_bytes() == before
 
