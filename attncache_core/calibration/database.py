@@ -57,10 +57,9 @@ def calibrate_database(
     # A renewal takes the budget of the generation that serves, so none may run meanwhile.
     with renewing(root):
         present = current_generation(root)
-        if present != database.generation or Manifest.read(present.folder) != database.manifest:
-            raise BuildFailed(
-                f"{root} was renewed or calibrated meanwhile; calibrate again", field="database"
-            )
+        files = Manifest.read(present.folder).files
+        if (present, files) != (database.generation, database.manifest.files):
+            raise BuildFailed(f"{root} was changed since it was opened; calibrate again", field="database")
         return _calibrate(engine, database, sequences, unfamiliar, budget, progress)
 
 
