@@ -220,7 +220,7 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            # The other ways to run experts refuse sizes that are no multiple of 16 bytes.
+            # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
             experts_implementation="eager",
         )
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be

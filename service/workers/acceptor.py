@@ -56,10 +56,7 @@ class Acceptor:
         return bool(self._opening)
 
     def close(self) -> None:
-        """Accept the connections that wait, and have the system refuse others at once.
-
-        With several workers, the last one that closes has the system refuse them.
-        """
+        """Accept the connections that wait. The system refuses others, once all workers have closed."""
         self._is_closed = True
         self._loop.remove_reader(self._listener.socket)
         if self._timer is not None:

@@ -171,7 +171,7 @@ class Supervisor:
         for place in self._places:
             place.start_at = None
         for listener in self._listeners:
-            # Or connections that no worker accepts any more would be accepted, and cut at the end.
+            # As long as a copy of the socket is open, the system accepts connections, also for no worker.
             listener.socket.close()
         # Whoever signals all processes sends SIGTERM to the workers too: that must not end their delay.
         self._send(signal.SIGINT if is_second else signal.SIGTERM)
