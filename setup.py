@@ -24,6 +24,10 @@ LIBRARIES = {
         "attention_avx512": ("attention.c", "x86_64_v4"),
         "attention_avx512_vnni": ("attention.c", "x86_64_v4+avx512vnni"),
         "attention_avx512_bf16": ("attention.c", "x86_64_v4+avx512vnni+avx512bf16"),
+        "attention_avx512_amx": (
+            "attention.c",
+            "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",
+        ),
         "sigbus": ("sigbus.c", "x86_64"),
     },
     "aarch64": {"attention_neon": ("attention.c", "generic"), "sigbus": ("sigbus.c", "generic")},

@@ -1,4 +1,4 @@
-"""Measure products of rows with packed weights on one thread: this package's and oneDNN's.
+"""Measure products of rows with packed weights on one thread: this package's and torch's.
 
     python -m benchmarks products [--rounds 7]
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.nn import functional
 
-from attncache_core.models.prepacked import fused_linear
 from attncache_core.native import products
 from attncache_core.native.products import MatrixKind, PackedMatrix
 
@@ -47,17 +47,16 @@ def main() -> None:
     if library is None:
         raise SystemExit("the products were not compiled for this processor")
     torch.set_num_threads(1)
-    print(f"{'inputs x outputs':>16} {'rows':>5} {'float32':>8} {'int8':>8} {'oneDNN float32':>15}")
+    print(f"{'inputs x outputs':>16} {'rows':>5} {'float32':>8} {'int8':>8} {'torch float32':>14}")
     for inputs, outputs in _SHAPES:
         weight = torch.randn(outputs, inputs)
         packed = [PackedMatrix(library, kind, weight) for kind in (MatrixKind.WHOLE, MatrixKind.LEVELS)]
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
-            of_onednn = partial(fused_linear, x, reordered, None, None, None)
+            of_torch = partial(functional.linear, x, weight)
             figures = [
                 speed(product, 2 * rows * inputs * outputs, rounds)
-                for product in (*(partial(matrix.multiply, x) for matrix in packed), of_onednn)
+                for product in (*(partial(matrix.multiply, x) for matrix in packed), of_torch)
             ]
             shape = f"{inputs} x {outputs}"
-            print(f"{shape:>16} {rows:>5} {figures[0]:>8.1f} {figures[1]:>8.1f} {figures[2]:>15.1f}")
+            print(f"{shape:>16} {rows:>5} {figures[0]:>8.1f} {figures[1]:>8.1f} {figures[2]:>14.1f}")

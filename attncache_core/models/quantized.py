@@ -12,19 +12,16 @@ batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
 
 import torch
 from torch.nn import functional
 
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.prepacked import ACTIVATIONS, fused_linear, with_round_rows
-from attncache_core.native import products, rows
-from attncache_core.native.products import MAX_LEVEL, MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
+from attncache_core.models.prepacked import plain_linear
+from attncache_core.native import compiled_off, products, rows
+from attncache_core.native.products import MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
 
-# oneDNN's fast products need unsigned rows of x, so levels are stored with an offset of 128.
-_ZERO = 128
 # Number of inputs that share a step size in 4 bits.
 _GROUP = 32
 
@@ -54,10 +51,9 @@ class QuantizedLinear(ABC):
 
 
 class Int8Linear(QuantizedLinear):
-    """Weights and rows of x rounded to 8 bits, multiplied as integers.
+    """Weights and rows of x rounded to 8 bits, multiplied as integers by the products of native/products.h.
 
-    `packed` holds the weights if the products of native/products.h compute with them; otherwise oneDNN does.
-    Raises UnsupportedModel if the processor, or torch on this processor, does not multiply them exactly.
+    Raises UnsupportedModel on another device than the CPU, and without compiled code.
     """
 
     def __init__(
@@ -74,48 +70,22 @@ class Int8Linear(QuantizedLinear):
         super().__init__(weight, bias, activation)
         self.smoothing = smoothing
         library = products.library() if weight.device.type == "cpu" else None
-        self.packed = PackedMatrix(library, MatrixKind.LEVELS, weight, bias, smoothing) if library else None
-        if self.packed:
-            return
-        if weight.device.type != "cpu" or not int8_products_are_exact():
-            where = "this processor" if weight.device.type == "cpu" else f"the device {weight.device}"
+        if library is None:
+            why = compiled_off() if weight.device.type == "cpu" else f"the device is {weight.device.type}"
             raise UnsupportedModel(
-                f"8-bit integers are not multiplied exactly by {where}; quantize to int8-weight-only",
+                f"int8 needs the compiled code for the processor: {why}; or quantize to int8-weight-only",
                 field="quantize",
             )
-        weight = weight.detach().float()
-        levels, self._scales = quantize_rows(weight if smoothing is None else weight / smoothing)
-        # Contiguous, because oneDNN ignores strides, and the weight of a packed layer is a transposed tensor.
-        self._weight = torch.ops.onednn.qlinear_prepack(levels.contiguous(), None)
-        self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
-        self._offset = None if bias is None else bias.detach().float().contiguous()
-        self._kernel = rows.kernel()
+        self.packed = PackedMatrix(library, MatrixKind.LEVELS, weight, bias, smoothing)
 
     @property
     def weight(self) -> torch.Tensor:
         """See QuantizedLinear."""
-        if self.packed:
-            return self.packed.weight.to(self._dtype)
-        weight = self._weight.to_dense().T * self._scales[:, None]
-        return (weight if self.smoothing is None else weight * self.smoothing).to(self._dtype)
+        return self.packed.weight.to(self._dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        if self.packed:
-            return self.packed.multiply(x, self._activation, residual)
-        if self.smoothing is not None:
-            x = x * self.smoothing  # float32, so that x is rounded once
-        if self._kernel:
-            levels, scales = self._kernel.quantize(x)
-            product = _int8_product(levels, self._weight, self._scales, self._zeros)
-            return self._kernel.finish(product, scales, self._offset, self._activation, residual, self._dtype)
-        signed, scales = quantize_rows(x.float())
-        # Adding 128 to a signed level equals flipping its top bit, which avoids a wider integer type.
-        levels = signed.view(torch.uint8).bitwise_xor_(_ZERO)
-        product = _int8_product(levels, self._weight, self._scales, self._zeros).mul_(scales[:, None])
-        product = product if self._offset is None else product.add_(self._offset)
-        product = ACTIVATIONS[self._activation](product) if self._activation else product
-        return (product if residual is None else product.add_(residual)).to(self._dtype)
+        return self.packed.multiply(x, self._activation, residual)
 
 
 class WeightOnlyLinear(QuantizedLinear):
@@ -130,7 +100,7 @@ class WeightOnlyLinear(QuantizedLinear):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        return fused_linear(x, self.weight, self.bias, self._activation, residual)
+        return plain_linear(x, self.weight, self.bias, self._activation, residual)
 
     @abstractmethod
     def _pack(self, weight: torch.Tensor) -> None:
@@ -179,29 +149,3 @@ QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
     Quantization.INT8_WEIGHT_ONLY: Int8WeightOnlyLinear,
     Quantization.INT4: Int4Linear,
 }
-
-
-@cache
-def int8_products_are_exact() -> bool:
-    """Return whether products of 8-bit integers are exact on this processor.
-
-    On a processor without VNNI, or a similar instruction that sums in 32 bits, sums of two products overflow.
-    A torch without oneDNN has no 8-bit products.
-    """
-    x = torch.full((64, 256), 255, dtype=torch.uint8)
-    try:
-        weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), MAX_LEVEL, dtype=torch.int8), None)
-        product = _int8_product(x, weight, torch.ones(64), torch.zeros(64, dtype=torch.int32))
-    except (AttributeError, RuntimeError):
-        return False
-    return bool((product == 256 * MAX_LEVEL * (255 - _ZERO)).all())
-
-
-def _int8_product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
-) -> torch.Tensor:
-    """Return (x - 128) @ weight.T * scales, float32 [rows, outputs], for x uint8 and a prepacked weight."""
-    product: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        with_round_rows(x), 1.0, _ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return product[: len(x)]

@@ -107,6 +107,17 @@ INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t leng
     return (head * length + row) * length;
 }
 
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Ask Linux to let this process use the tiles of AMX. Returns 0 if it does. See Documentation/arch/x86/xstate.rst.
+long allow_tiles(void) {
+    const long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data);
+}
+#endif
+
 #include "rotary.h"
 
 // Keys and values of the tokens in front of a tree, which are given in blocks. A token has a slot in each block:
@@ -120,11 +131,16 @@ typedef struct {
     int32_t half;
 } given_tokens;
 
+// Processors with AMX multiply pairs at half the speed of floats, except on tiles.
+#if defined __AVX512BF16__ && !defined __AMX_TILE__
+#define ATTENDS_IN_PAIRS
+#endif
+
 #define PAIRS 0
 #include "head.h"
 #undef PAIRS
 
-#ifdef __AVX512BF16__
+#ifdef ATTENDS_IN_PAIRS
 #define PAIRS 1
 #include "head.h"
 #undef PAIRS
@@ -133,7 +149,7 @@ typedef struct {
 // Return whether heads of these widths are multiplied as pairs of bfloat16. The tables of distance terms have the
 // layout of the products.
 int has_pairs_of(int type, int key_width, int width) {
-#ifdef __AVX512BF16__
+#ifdef ATTENDS_IN_PAIRS
     return type == BFLOAT16 && width % 32 == 0 && key_width % 32 == 0;
 #else
     (void)type, (void)key_width, (void)width;
@@ -141,14 +157,14 @@ int has_pairs_of(int type, int key_width, int width) {
 #endif
 }
 
-#ifdef __AVX512BF16__
+#ifdef ATTENDS_IN_PAIRS
 static int multiplies_pairs(const attention *job) {
     return has_pairs_of(job->type, job->key_width, job->width) && (!job->maps || job->map_type == BFLOAT16);
 }
 #endif
 
 static void run_task(const attention *job, int run, int head) {
-#ifdef __AVX512BF16__
+#ifdef ATTENDS_IN_PAIRS
     if (multiplies_pairs(job)) {
         head_of_pairs(job, run, head);
         return;
@@ -160,7 +176,7 @@ static void run_task(const attention *job, int run, int head) {
 // The heads of the runs from .. to - 1 of a tree, which all attend to the same keys and values; see heads_of_tree.
 // With positions, the tree is one run; see heads_of_scattered.
 static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to) {
-#ifdef __AVX512BF16__
+#ifdef ATTENDS_IN_PAIRS
     if (multiplies_pairs(job)) {
         if (job->positions) heads_of_scattered_of_pairs(job, given, from);
         else heads_of_tree_of_pairs(job, given, starts, from, to);

@@ -4,9 +4,9 @@
                   apply_maps(...)   maps @ V of packed sequences, with maps read from records
                   rotate(...)       rotary positions
 
-A level is an instruction set: avx512_bf16, avx512_vnni, avx512, avx2 or neon. The binding passes plain
-pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel was not built, or
-tensors are on another device, attention runs on torch's own operators.
+A level is an instruction set: avx512_amx, avx512_bf16, avx512_vnni, avx512, avx2 or neon. The binding passes
+plain pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel was not built,
+or tensors are on another device, attention runs on torch's own operators.
 """
 
 from __future__ import annotations
@@ -91,8 +91,11 @@ class AttentionKernel:
     """The kernel compiled for one level."""
 
     def __init__(self, level: str, library: Path) -> None:
+        """Raises OSError if the library cannot be loaded, or if the system does not allow its registers."""
         self.level = level
         self.library = loaded = ctypes.CDLL(str(library))
+        if level == "avx512_amx" and loaded.allow_tiles():
+            raise OSError("the system does not allow AMX")
         for function in (loaded.attend, loaded.rotate):
             function.argtypes, function.restype = [ctypes.c_void_p], None
         loaded.set_parallel.argtypes = [ctypes.c_void_p]
@@ -244,7 +247,9 @@ def levels() -> list[str]:
     supported = []
     if capability == "AVX512":
         has_vnni = torch.cpu._is_vnni_supported()
-        supported += ["avx512_bf16"] if has_vnni and torch.cpu._is_avx512_bf16_supported() else []
+        has_bfloat16 = has_vnni and torch.cpu._is_avx512_bf16_supported()
+        supported += ["avx512_amx"] if has_bfloat16 and torch.cpu._is_amx_tile_supported() else []
+        supported += ["avx512_bf16"] if has_bfloat16 else []
         supported += ["avx512_vnni"] if has_vnni else []
         supported.append("avx512")
     if capability in ("AVX512", "AVX2"):

@@ -33,6 +33,15 @@ typedef uint8_t level_type;
 typedef int16_t level_type;
 #endif
 
+// Whether a kind is multiplied on the tiles of AMX (tiles.h), and the numbers of steps that are multiplied together.
+#ifdef __AMX_TILE__
+#define ON_TILES(kind) ((kind) != WHOLE)
+#define STEPS_TOGETHER 16
+#else
+#define ON_TILES(kind) 0
+#define STEPS_TOGETHER 1
+#endif
+
 typedef float vector __attribute__((vector_size(VECTOR_LANES * 4)));
 typedef int32_t int_vector __attribute__((vector_size(VECTOR_LANES * 4)));
 
@@ -67,7 +76,8 @@ typedef struct {
 
 INLINE int steps_of(const matrix *m) {
     const int numbers = m->kind == WHOLE ? 1 : m->kind == LEVELS ? LEVELS_OF_STEP : 2;
-    return (m->inputs + numbers - 1) / numbers;
+    const int steps = (m->inputs + numbers - 1) / numbers;
+    return m->kind == WHOLE ? steps : rounded_up(steps, STEPS_TOGETHER);
 }
 
 // Bytes of one row of the operand of a matrix, whole vectors.
@@ -162,7 +172,7 @@ INLINE void round_to_levels(const char *x, size_t x_bytes, number_type type, con
 static operand prepared(const matrix *m, const char *x, number_type type, size_t x_row, int rows, char *space) {
     const size_t bytes = number_bytes(type), row_bytes = operand_row_bytes(m);
     if ((m->kind == WHOLE && type == FLOAT32) ||
-        (m->kind == PAIRS_OF_BFLOAT16 && type == BFLOAT16 && m->inputs % 2 == 0))
+        (m->kind == PAIRS_OF_BFLOAT16 && type == BFLOAT16 && m->inputs % (2 * STEPS_TOGETHER) == 0))
         return (operand){x, x_row * bytes, 0, 0};
     float *scales = (float *)(space + (size_t)rows * row_bytes);
     int32_t *zeros = (int32_t *)(scales + rows);
@@ -178,8 +188,8 @@ static operand prepared(const matrix *m, const char *x, number_type type, size_t
     }
     for (int r = 0; r < rows; r++, x += x_row * bytes) {
         char *to = space + (size_t)r * row_bytes;
-        for (int i = 0; i < m->inputs; i += LANES) {
-            const floats part = load_some(x + i * bytes, type, m->inputs - i);
+        for (int i = 0; i < steps_of(m) * (m->kind == WHOLE ? 1 : 2); i += LANES) {
+            const floats part = i < m->inputs ? load_some(x + i * bytes, type, m->inputs - i) : every(0);
             if (m->kind == WHOLE) *(floats *)(to + 4 * i) = part;
             else *(halves *)(to + 2 * i) = narrowed(part);
         }
@@ -337,22 +347,45 @@ INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps,
     }
 }
 
+#ifdef __AMX_TILE__
+#include "tiles.h"
+#define MAX_TILE PAIR_OF_TILES
+#else
+#define MAX_TILE TILE
+#endif
+
 INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int to, const finish *end,
                             const matrix_kind kind) {
-    const int steps = steps_of(m), tiles = (rows + TILE - 1) / TILE;
+    const int steps = steps_of(m), most = ON_TILES(kind) ? MAX_TILE : TILE, tiles = (rows + most - 1) / most;
     const size_t panel_bytes = (size_t)steps * (kind == LEVELS ? PANEL * LEVELS_OF_STEP : PANEL * 4);
     // The tiles of a panel together load the next panel.
     const size_t next_bytes = (panel_bytes / (size_t)steps + (size_t)tiles - 1) / (size_t)tiles;
-    float sums[2][TILE * PANEL] __attribute__((aligned(64)));
+    float sums[2][MAX_TILE * PANEL] __attribute__((aligned(64)));
     unfinished before = {.rows = 0};
+#ifdef __AMX_TILE__
+    // All tiles compute as many rows as the largest, so that the registers keep their shape. The last row of a smaller
+    // one is the first of the next.
+    const int size = (rows + tiles - 1) / tiles, halves = size > HALF_ROWS ? 2 : 1, half = (size + halves - 1) / halves;
+    if (ON_TILES(kind)) shape_tiles(half);
+#endif
     for (int panel = from; panel < to; panel++)
         for (int t = 0; t < tiles; t++) {
             // Tiles of nearly equal numbers of rows keep the multipliers busier than full tiles and a rest.
             const int first = (int)((int64_t)rows * t / tiles), count = (int)((int64_t)rows * (t + 1) / tiles) - first;
             const char *weights = m->weights + (size_t)panel * panel_bytes;
             float *const now = before.sums == sums[0] ? sums[1] : sums[0];
-            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, weights, steps, now,
-                    weights + panel_bytes + (size_t)t * steps * next_bytes, next_bytes, &before, count, kind);
+            const char *left = x.rows + (size_t)first * x.row_bytes;
+            const char *next = weights + panel_bytes + (size_t)t * steps * next_bytes;
+#ifdef __AMX_TILE__
+#define BY_HALVES(halves) \
+    tile_by_halves(left, x.row_bytes, weights, steps, now, next, next_bytes, &before, size, half, halves, kind)
+            if (ON_TILES(kind)) {
+                if (halves == 2) BY_HALVES(2);
+                else BY_HALVES(1);
+            } else
+#undef BY_HALVES
+#endif
+            tile_of(left, x.row_bytes, weights, steps, now, next, next_bytes, &before, count, kind);
             before = (unfinished){now, m, end, x, first, count, panel * PANEL};
             if (m->outputs - before.first >= PANEL) continue;
             // The last panel, if it is not whole, is finished at once.
@@ -360,6 +393,9 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
             before.rows = 0;
         }
     for (int row = 0; row < before.rows; row++) finish_tile_row(&before, row, kind, 1);
+#ifdef __AMX_TILE__
+    if (ON_TILES(kind)) _tile_release();
+#endif
 }
 
 INLINE int panels_of(const matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
@@ -427,12 +463,13 @@ void run_product(product_job *job) {
 
 // The form of packed weights, for the binding.
 typedef struct {
-    int32_t panel, levels_of_step, has_pairs;
+    int32_t panel, levels_of_step, steps_together, has_pairs;
 } packing;
 
 void describe_packing(packing *form) {
     form->panel = PANEL;
     form->levels_of_step = LEVELS_OF_STEP;
+    form->steps_together = STEPS_TOGETHER;
 #ifdef __AVX512BF16__
     form->has_pairs = 1;
 #else

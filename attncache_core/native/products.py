@@ -44,7 +44,9 @@ class Matrix(ctypes.Structure):
 class _Packing(ctypes.Structure):
     """The structure `packing` of products.h."""
 
-    _fields_ = (("panel", ctypes.c_int32), ("levels_of_step", ctypes.c_int32), ("has_pairs", ctypes.c_int32))
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("panel", "levels_of_step", "steps_together", "has_pairs")
+    )
 
 
 class _Product(ctypes.Structure):
@@ -78,12 +80,9 @@ def _packing(library: ctypes.CDLL) -> _Packing:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library with the products for this processor.
-
-    None if it was not built, and on processors with AMX, where oneDNN's products are faster.
-    """
+    """Return the library with the products for this processor, or None if it was not built."""
     attention = native.kernel()
-    return None if attention is None or torch.cpu._is_amx_tile_supported() else attention.library
+    return attention.library if attention else None
 
 
 def has_pairs(of_library: ctypes.CDLL) -> bool:
@@ -111,6 +110,7 @@ class PackedMatrix:
             raise ValueError("this processor has no products of bfloat16 pairs")
         self.kind, self._panel = kind, form.panel
         self.outputs, self.inputs = weight.shape
+        self._steps_together = 1 if kind is MatrixKind.WHOLE else form.steps_together
         self._step = {MatrixKind.WHOLE: 1, MatrixKind.PAIRS: 2, MatrixKind.LEVELS: form.levels_of_step}[kind]
         self._bias = None if bias is None else self._padded(bias.detach().float())
         self._smoothing = None if smoothing is None else smoothing.float().contiguous()
@@ -199,7 +199,7 @@ class PackedMatrix:
 
     def _packed(self, weight: torch.Tensor) -> torch.Tensor:
         """Return weight [outputs, inputs] as [panels, steps, panel, numbers of a step], aligned."""
-        padding = (0, -self.inputs % self._step, 0, -self.outputs % self._panel)
+        padding = (0, -self.inputs % (self._step * self._steps_together), 0, -self.outputs % self._panel)
         steps = functional.pad(weight, padding).unflatten(1, (-1, self._step))
         return aligned(steps.unflatten(0, (-1, self._panel)).transpose(1, 2))
 

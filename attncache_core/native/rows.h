@@ -1,29 +1,19 @@
-// The work before and after products with quantised weights, each in one pass over the rows.
-//
-// quantize_row     row of x -> 8-bit levels and their scale
-// finish_row       product of levels -> times the row's scale, plus bias, activation, plus residual
-// unpack_8_bits    row of an 8-bit weight -> row in the compute dtype
-// unpack_4_bits    row of a 4-bit weight -> row in the compute dtype
+// Weights of few bits, unpacked to the compute dtype in one pass over the rows, and the activations of products.
 #pragma once
 
-typedef enum { QUANTIZE = 0, FINISH = 1, UNPACK_8_BITS = 2, UNPACK_4_BITS = 3 } pass;
+typedef enum { UNPACK_8_BITS = 0, UNPACK_4_BITS = 1 } pass;
 
 // ROUNDED_GELU is GELU for results that are next rounded to 16 or 8 bits.
 typedef enum { NO_ACTIVATION = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SILU = 4, ROUNDED_GELU = 5 } activation_type;
 
 typedef struct {
-    const char *x;         // [rows, width] of `type`, the input of QUANTIZE
-    uint8_t *levels;       // [rows, width], 128 + level. For an 8-bit weight, the signed level itself. For a
-                           // 4-bit weight, [rows, groups, 16]: input i in the low bits, i + 16 in the high bits
-    float *scales;         // [rows]; unused for 4 bits
-    const char *steps;     // [rows, groups, 2] in bfloat16, only for 4 bits: step and minimum of 32 inputs
-    const float *product;  // [rows, width]
-    const float *bias;     // [width], or null
-    const char *residual;  // [rows, width] of `type`, or null
-    char *result;          // [rows, width] of `type`; may be `product`
+    const uint8_t *levels;  // [rows, width], signed. For 4 bits, [rows, groups, 16]: input i in the low bits, i + 16
+                            // in the high bits
+    const float *scales;    // [rows]; unused for 4 bits
+    const char *steps;      // [rows, groups, 2] in bfloat16, only for 4 bits: step and minimum of 32 inputs
+    char *result;           // [rows, width] of `type`
     int64_t rows, width;
-    int64_t x_row, residual_row;  // strides in elements
-    int32_t pass, type, activation, threads;
+    int32_t pass, type, threads;
     // Set by `run_rows`, for the pool.
     int32_t chunk;
     atomic_int next;
@@ -33,33 +23,6 @@ typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef uint8_t bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
-
-static const float least_scale = 1e-30f / 127.0f;  // the scale of a row of zeros, since scales are divisors
-
-INLINE void quantize_row(const rows_job *job, int64_t row, number_type type) {
-    const size_t number = number_bytes(type);
-    const char *x = job->x + (size_t)(row * job->x_row) * number;
-    const int width = (int)job->width;
-    floats largest = every(0.0f);
-    for (int i = 0; i < width; i += LANES) {
-        const words sign = {0};
-        floats part = load_some(x + i * number, type, width - i);
-        largest = larger_size(largest, (floats)((words)part & (sign + 0x7fffffff)));
-    }
-    float scale = largest_size(largest) / 127.0f;
-    if (scale < least_scale) scale = least_scale;
-    // Levels cannot represent NaN and infinity, so a row with such an element has the scale NaN.
-    job->scales[row] = scale - scale == 0.0f ? scale : __builtin_nanf("");
-    const float steps = 1.0f / scale;
-    uint8_t *levels = job->levels + row * width;
-    for (int i = 0; i < width; i += LANES) {
-        // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
-        floats moved = load_some(x + i * number, type, width - i) * steps + (12582912.0f + 128.0f);
-        bytes part = __builtin_convertvector((words)moved & 0xff, bytes);
-        if (width - i >= LANES) *(bytes_unaligned *)(levels + i) = part;
-        else memcpy(levels + i, &part, (size_t)(width - i));
-    }
-}
 
 // 1 / (1 + e^-x)
 INLINE floats sigmoid(floats x) {
@@ -110,22 +73,6 @@ INLINE floats activated(floats x, activation_type activation) {
     }
 }
 
-INLINE void finish_row(const rows_job *job, int64_t row, number_type type, activation_type activation) {
-    const size_t number = number_bytes(type);
-    const int width = (int)job->width;
-    const char *product = (const char *)(job->product + row * width), *bias = (const char *)job->bias;
-    const char *residual = job->residual ? job->residual + (size_t)(row * job->residual_row) * number : 0;
-    char *result = job->result + (size_t)(row * width) * number;
-    const float scale = job->scales[row];
-    for (int i = 0; i < width; i += LANES) {
-        floats sum = load_some(product + i * 4, FLOAT32, width - i) * scale;
-        if (bias) sum += load_some(bias + i * 4, FLOAT32, width - i);
-        sum = activated(sum, activation);
-        if (residual) sum += load_some(residual + i * number, type, width - i);
-        store_some(result + i * number, type, sum, width - i);
-    }
-}
-
 INLINE void unpack_8_bits(const rows_job *job, int64_t row, number_type type) {
     const size_t number = number_bytes(type);
     const int width = (int)job->width;
@@ -163,24 +110,10 @@ INLINE void unpack_4_bits(const rows_job *job, int64_t row, number_type type) {
     }
 }
 
-INLINE void finish_row_of(const rows_job *job, int64_t row, number_type type) {
-    switch ((activation_type)job->activation) {
-        case GELU: finish_row(job, row, type, GELU); break;
-        case GELU_TANH: finish_row(job, row, type, GELU_TANH); break;
-        case RELU: finish_row(job, row, type, RELU); break;
-        case SILU: finish_row(job, row, type, SILU); break;
-        default: finish_row(job, row, type, NO_ACTIVATION); break;
-    }
-}
-
 // Always inlined with a constant type, so that the compiler makes a specialised loop for each type.
 INLINE void run_row(const rows_job *job, int64_t row, number_type type) {
-    switch ((pass)job->pass) {
-        case QUANTIZE: quantize_row(job, row, type); break;
-        case FINISH: finish_row_of(job, row, type); break;
-        case UNPACK_8_BITS: unpack_8_bits(job, row, type); break;
-        case UNPACK_4_BITS: unpack_4_bits(job, row, type); break;
-    }
+    if (job->pass == UNPACK_8_BITS) unpack_8_bits(job, row, type);
+    else unpack_4_bits(job, row, type);
 }
 
 static void work_rows(void *data) {

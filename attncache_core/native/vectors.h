@@ -40,9 +40,6 @@ INLINE unsigned_words larger_unsigned(unsigned_words a, unsigned_words b) {
     return (unsigned_words)either((words)(a > b), (floats)a, (floats)b);
 }
 
-// Per lane, the larger of two non-negative numbers. Their bits have the same order, and NaN is the largest.
-INLINE floats larger_size(floats a, floats b) { return either((words)a > (words)b, a, b); }
-
 // Reduce all lanes to one value: fold halves onto each other.
 #define FOLD(x, with)                                                                                       \
     x = with(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
@@ -54,11 +51,6 @@ INLINE floats sum_of_two(floats a, floats b) { return a + b; }
 
 INLINE float largest_lane(floats x) {
     FOLD(x, larger)
-    return x[0];
-}
-
-INLINE float largest_size(floats x) {
-    FOLD(x, larger_size)
     return x[0];
 }
 

@@ -58,10 +58,8 @@ def tensor_bytes() -> int:
     gc.collect()
     # isinstance would ask objects of other libraries for their class, and some of them answer by a warning.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    # oneDNN's tensors have no storage to ask.
-    packed = {id(item): item.nbytes for item in tensors if item.is_mkldnn}
-    storages = [item.untyped_storage() for item in tensors if not item.is_mkldnn]
-    return sum(packed.values()) + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    storages = [item.untyped_storage() for item in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def available_memory() -> int:

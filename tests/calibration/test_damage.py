@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import needs_int8, random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import normalize
-from attncache_core.models.quantized import int8_products_are_exact
 from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.mask import head_order, mildest_mask
 
@@ -187,12 +186,7 @@ def test_second_of_two_heads_with_equal_moves_is_ranked_later():
     assert reuse_rank(directions @ directions.T / 2, layers=1).tolist() == [[0, 2, 1]]
 
 
-needs_integers = pytest.mark.skipif(
-    not int8_products_are_exact(), reason="this processor does not multiply 8-bit integers exactly"
-)
-
-
-@needs_integers
+@needs_int8
 def test_heads_of_an_int8_model_are_ranked_like_those_of_the_unquantized_model(
     tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
 ):

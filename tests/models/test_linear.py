@@ -62,15 +62,10 @@ def test_round_numbers_of_rows_are_few():
     assert len(round_numbers(range(8193, 16385))) == 32
 
 
-@pytest.mark.parametrize("has_onednn", [True, False])
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 33])
-def test_products_that_are_not_compiled_are_the_same_with_and_without_onednn(
-    monkeypatch, has_onednn, name, rows
-):
+def test_products_that_are_not_compiled_are_the_same(monkeypatch, name, rows):
     monkeypatch.setattr(products, "library", lambda: None)
-    if not has_onednn:
-        monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     layer, x = layer_and_input(rows)
     expected = PLAIN[name](layer(x)) if name else layer(x)
     linear = PackedLinear(layer.weight, layer.bias, name)

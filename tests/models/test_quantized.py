@@ -23,18 +23,9 @@ from attncache_core.heads.vectors import cosines
 from attncache_core.models import load_model, quantized
 from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
-from attncache_core.models.quantized import (
-    Int4Linear,
-    Int8Linear,
-    Int8WeightOnlyLinear,
-    int8_products_are_exact,
-)
+from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
 from attncache_core.native import products, rows
 from attncache_core.text.token_batch import pack
-
-needs_integers = pytest.mark.skipif(
-    not int8_products_are_exact(), reason="oneDNN does not multiply 8-bit integers exactly on this processor"
-)
 
 
 def by_operators(kind):
@@ -42,28 +33,14 @@ def by_operators(kind):
 
     def made(*arguments):
         with mock.patch.object(rows, "kernel", return_value=None):
-            return by_onednn(kind)(*arguments)
-
-    return made
-
-
-def by_onednn(kind):
-    """Return a function that makes this kind of layer without the products of native/products.h."""
-
-    def made(*arguments):
-        with mock.patch.object(products, "library", return_value=None):
             return kind(*arguments)
 
     return made
 
 
-# oneDNN's products; tests/native/test_products.py tests the others.
-INT8 = [
-    pytest.param(by_onednn(Int8Linear), marks=needs_integers, id="Int8Linear by oneDNN"),
-    pytest.param(by_operators(Int8Linear), marks=needs_integers, id="Int8Linear by operators"),
-]
 WEIGHT_ONLY = [Int8WeightOnlyLinear, Int4Linear]
-LAYERS = [*INT8, *WEIGHT_ONLY]
+# tests/native/test_products.py compares int8 with its formula.
+LAYERS = [pytest.param(Int8Linear, marks=needs_int8), *WEIGHT_ONLY]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 # Sums of at most 200 products of magnitude 1, in another order.
 TOLERANCE = 1e-4
@@ -81,32 +58,13 @@ def numbers(rows, inputs, outputs, dtype=torch.float32, seed=0):
     return x.to(dtype), weight.to(dtype), torch.randn(outputs).to(dtype)
 
 
-def rounded_to_8_bits(x):
-    """Round each row to 255 levels between plus and minus its largest absolute value."""
-    step = x.float().abs().max(dim=1, keepdim=True).values / 127
-    return (x.float() / step).round() * step
-
-
-@pytest.mark.parametrize("kind", INT8)
-@settings(max_examples=60)
-@given(shapes, st.booleans(), st.integers(0, 100))
-def test_int8_is_the_product_of_weights_and_rows_rounded_to_8_bits(kind, shape, has_bias, seed):
-    x, weight, bias = numbers(*shape, seed=seed)
-    bias = bias if has_bias else None
-    expected = functional.linear(rounded_to_8_bits(x), rounded_to_8_bits(weight), bias)
-    off = (kind(weight, bias)(x) - expected).abs()
-    # A number halfway between two levels, within the error of float32, may be rounded to either.
-    step = x.abs().amax(dim=1, keepdim=True) / 127 * weight.abs().amax(dim=1)
-    assert (off <= TOLERANCE + 1e-5 * expected.abs() + step).all()
-    assert (off > TOLERANCE + 1e-5 * expected.abs()).sum() <= shape[2]  # in one row at most
-
-
 @settings(max_examples=40)
 @given(shapes, st.booleans(), st.integers(0, 100))
 def test_int8_weight_only_is_the_product_with_weights_rounded_to_8_bits(shape, has_bias, seed):
     x, weight, bias = numbers(*shape, seed=seed)
     bias = bias if has_bias else None
-    expected = functional.linear(x, rounded_to_8_bits(weight), bias)
+    step = weight.abs().max(dim=1, keepdim=True).values / 127
+    expected = functional.linear(x, (weight / step).round() * step, bias)
     torch.testing.assert_close(Int8WeightOnlyLinear(weight, bias)(x), expected, atol=TOLERANCE, rtol=1e-5)
 
 
@@ -151,15 +109,6 @@ def test_row_of_a_batch_equals_the_row_alone(kind, dtype):
     together, alone = layer(x), torch.cat([layer(row[None]) for row in x])
     tolerance = TOLERANCE if dtype == torch.float32 else COARSE
     torch.testing.assert_close(together, alone, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("kind", INT8)
-def test_int8_row_is_bit_identical_in_any_batch(kind):
-    x, weight, bias = numbers(100, 96, 48)
-    layer = kind(weight, bias)
-    other_batch = x.clone()
-    other_batch[1:] *= 1000
-    assert torch.equal(layer(other_batch)[:1], layer(x)[:1])
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -228,7 +177,7 @@ def test_row_that_is_not_finite_has_no_finite_result(kind, dtype, number, activa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [*LAYERS, by_operators(Int8WeightOnlyLinear), by_operators(Int4Linear)])
+@pytest.mark.parametrize("kind", [*LAYERS, *map(by_operators, WEIGHT_ONLY)])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_weight_that_is_not_finite_has_no_finite_result(kind, dtype, number):
     x, weight, bias = numbers(9, 40, 24, dtype)
@@ -247,40 +196,21 @@ def test_rows_of_zeros_result_in_the_bias(kind):
     torch.testing.assert_close(layer(x)[:, 3], bias[3].expand(5))
 
 
-@pytest.mark.parametrize("kind", INT8)
-def test_largest_sums_do_not_overflow(kind):
+@needs_int8
+def test_largest_sums_do_not_overflow():
     x, weight = torch.full((40, 8192), 3.0), torch.full((40, 8192), -5.0)
-    torch.testing.assert_close(kind(weight)(x), torch.full((40, 40), -15.0 * 8192))
-
-
-def saturated(x, weight, scales, zeros):
-    """Return products in which sums of two saturate at 16 bits, as on processors without VNNI."""
-    del scales, zeros, weight
-    return torch.full((len(x), 64), 128.0 * 32767)
+    torch.testing.assert_close(Int8Linear(weight)(x), torch.full((40, 40), -15.0 * 8192))
 
 
 @pytest.mark.parametrize(
-    "fault", [saturated, mock.Mock(side_effect=RuntimeError), mock.Mock(side_effect=AttributeError)]
+    ("device", "reason"),
+    [("cpu", "it was not compiled; or quantize"), ("meta", "the device is meta; or quantize")],
 )
-def test_processor_or_torch_without_exact_products_is_detected(fault):
-    with mock.patch.object(quantized, "_int8_product", fault):
-        assert not int8_products_are_exact.__wrapped__()
-
-
-def test_int8_is_refused_where_products_are_not_exact():
-    _, weight, bias = numbers(1, 64, 48)
-    with (
-        mock.patch.object(products, "library", return_value=None),
-        mock.patch.object(quantized, "int8_products_are_exact", return_value=False),
-        pytest.raises(UnsupportedModel, match="quantize to int8-weight-only") as caught,
-    ):
-        Int8Linear(weight, bias)
-    assert caught.value.field == "quantize"
-
-
-def test_int8_is_refused_on_another_device():
-    with pytest.raises(UnsupportedModel, match="by the device meta; quantize to int8-weight-only") as caught:
-        Int8Linear(torch.empty(48, 64, device="meta"))
+def test_int8_is_refused_without_compiled_code(monkeypatch, device, reason):
+    monkeypatch.setattr(products, "library", lambda: None)
+    monkeypatch.setattr(quantized, "compiled_off", lambda: "it was not compiled")
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        Int8Linear(torch.empty(48, 64, device=device))
     assert caught.value.field == "quantize"
 
 

@@ -1,9 +1,7 @@
 """Factors between activations and weights: what they compute, who shares them, and what they improve."""
 
 import ctypes
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,34 +19,13 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import default_corpus
 from attncache_core.heads.vectors import cosines
-from attncache_core.models import load, load_model, quantized
+from attncache_core.models import load, load_model
 from attncache_core.models.compiled import attention_half, forward_half
 from attncache_core.models.linear import quantizing
 from attncache_core.models.projections import LinearWeights, joined_linear
 from attncache_core.models.quantized import Int8Linear
 from attncache_core.models.smoothing import calibration_sequences, smooth, smoothing_of
-from attncache_core.native import products
 from attncache_core.text.token_batch import pack
-
-
-def plain_product(x, weight, scales, zeros):
-    """Return oneDNN's product of levels, on every processor."""
-    del zeros
-    return ((x.double() - 128) @ weight.to_dense().double() * scales).float()
-
-
-by_each_product = pytest.mark.parametrize("way", [pytest.param("packed", marks=needs_int8), "onednn"])
-
-
-@contextmanager
-def computing(way):
-    """Compute 8-bit products in one of the two ways in this context."""
-    with ExitStack() as patches:
-        if way == "onednn":
-            patches.enter_context(mock.patch.object(products, "library", return_value=None))
-            patches.enter_context(mock.patch.object(quantized, "int8_products_are_exact", return_value=True))
-            patches.enter_context(mock.patch.object(quantized, "_int8_product", plain_product))
-        yield
 
 
 def numbers(rows, inputs, outputs, seed):
@@ -62,39 +39,35 @@ def numbers(rows, inputs, outputs, seed):
     )
 
 
-@by_each_product
+@needs_int8
 @settings(max_examples=30)
 @given(shape=st.tuples(st.integers(1, 40), st.integers(1, 150), st.integers(1, 60)), seed=st.integers(0, 50))
-def test_factors_multiply_x_and_divide_the_weight_before_rounding(way, shape, seed):
+def test_factors_multiply_x_and_divide_the_weight_before_rounding(shape, seed):
     x, weight, bias, factors = numbers(*shape, seed)
-    with computing(way):
-        expected = Int8Linear(weight / factors, bias)(x * factors)
-        assert torch.equal(Int8Linear(weight, bias, None, factors)(x), expected)
+    expected = Int8Linear(weight / factors, bias)(x * factors)
+    assert torch.equal(Int8Linear(weight, bias, None, factors)(x), expected)
 
 
-@by_each_product
-def test_product_is_exact_where_factors_make_levels_whole(way):
+@needs_int8
+def test_product_is_exact_where_factors_make_levels_whole():
     """Without the factors, every second input of x would round to a few levels."""
     torch.manual_seed(0)
     factors = torch.tensor([1.0, 64.0]).repeat(64)
     levels = torch.randint(-127, 128, (9, 128)).float()
     weight_levels = torch.randint(-127, 128, (20, 128)).float()
-    # Rows of x have steps of 1: (127 + 128) / 255 from minimum to maximum, or 127 / 127 on both sides of 0.
-    levels[:, 0], weight_levels[:, 0] = 127, 127
-    levels[:, 1] = -128 if way == "packed" and products.library() else -127
+    # Rows of x have steps of 1: (127 + 128) / 255 from minimum to maximum.
+    levels[:, 0], levels[:, 1], weight_levels[:, 0] = 127, -128, 127
     x, weight = levels / factors, weight_levels * factors
     expected = functional.linear(x.double(), weight.double()).float()
-    with computing(way):
-        assert torch.equal(Int8Linear(weight, None, None, factors)(x), expected)
-        assert not torch.equal(Int8Linear(weight)(x), expected)
+    assert torch.equal(Int8Linear(weight, None, None, factors)(x), expected)
+    assert not torch.equal(Int8Linear(weight)(x), expected)
 
 
-@by_each_product
-def test_weight_is_the_given_weight_within_half_a_step(way):
+@needs_int8
+def test_weight_is_the_given_weight_within_half_a_step():
     _, weight, bias, factors = numbers(1, 70, 30, 0)
-    with computing(way):
-        layer = Int8Linear(weight, bias, None, factors)
-        again = Int8Linear(layer.weight, bias, None, factors)
+    layer = Int8Linear(weight, bias, None, factors)
+    again = Int8Linear(layer.weight, bias, None, factors)
     steps = (weight / factors).abs().amax(dim=1, keepdim=True) / 127 * factors
     assert ((layer.weight - weight).abs() <= 0.501 * steps).all()
     torch.testing.assert_close(again.weight, layer.weight, rtol=1e-6, atol=0)

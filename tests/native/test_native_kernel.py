@@ -85,22 +85,26 @@ def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel):
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_vnni", "bfloat16", "levels"),
+    ("capability", "has_vnni", "bfloat16", "amx", "levels"),
     [
-        ("AVX512", True, True, ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
-        ("AVX512", True, False, ["avx512_vnni", "avx512", "avx2"]),
+        ("AVX512", True, True, True, ["avx512_amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+        ("AVX512", True, True, False, ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+        ("AVX512", True, False, True, ["avx512_vnni", "avx512", "avx2"]),
         # The level avx512_bf16 multiplies bytes too.
-        ("AVX512", False, True, ["avx512", "avx2"]),
-        ("AVX512", False, False, ["avx512", "avx2"]),
-        ("AVX2", True, True, ["avx2"]),
-        ("AVX2", False, False, ["avx2"]),
-        ("DEFAULT", False, False, ["neon"]),
+        ("AVX512", False, True, True, ["avx512", "avx2"]),
+        ("AVX512", False, False, False, ["avx512", "avx2"]),
+        ("AVX2", True, True, True, ["avx2"]),
+        ("AVX2", False, False, False, ["avx2"]),
+        ("DEFAULT", False, False, False, ["neon"]),
     ],
 )
-def test_levels_are_those_of_the_processor_best_first(monkeypatch, capability, has_vnni, bfloat16, levels):
+def test_levels_are_those_of_the_processor_best_first(
+    monkeypatch, capability, has_vnni, bfloat16, amx, levels
+):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert attention_kernel.levels() == levels
 
 

@@ -110,6 +110,13 @@ def test_product_follows_the_formula(
     assert_follows(found, kind, weight, x, bias, activation, residual)
 
 
+def test_activations_have_their_limits_for_large_inputs(kernel):
+    identity = PackedMatrix(kernel.library, MatrixKind.WHOLE, torch.ones(1, 1))
+    x = torch.tensor([[-1e30, -1e3, -40.0, 0.0, 40.0, 1e3, 1e30]]).T
+    for activation in ACTIVATIONS:
+        torch.testing.assert_close(identity.multiply(x, activation), x.clamp(min=0), atol=1e-6, rtol=1e-6)
+
+
 @settings(max_examples=20)
 @given(
     rows=st.integers(1, 12),
