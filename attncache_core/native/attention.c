@@ -20,6 +20,9 @@ INLINE int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 #include "distances.h"
+#ifdef __AMX_TILE__
+#include "tiles.h"
+#endif
 
 typedef struct {
     char *data;                // [tokens, heads, width], the elements of a head contiguous
@@ -84,13 +87,6 @@ static char *given_space(size_t bytes) {
     return grown(&memory, bytes);
 }
 
-// Rows of a map that are multiplied by V together. ROWS x 2 vectors of sums fit into the registers.
-#ifdef __AVX512F__
-#define ROWS 8
-#else
-#define ROWS 2
-#endif
-
 // The first token that a token attends to, and the end of that range (exclusive).
 INLINE int band_start(const attention *job, int token) { return token - smaller(token, job->before); }
 INLINE int band_end(const attention *job, int token, int length) {
@@ -131,17 +127,22 @@ typedef struct {
     int32_t half;
 } given_tokens;
 
-// Processors with AMX multiply pairs at half the speed of floats, except on tiles.
-#if defined __AVX512BF16__ && !defined __AMX_TILE__
-#define ATTENDS_IN_PAIRS
+// ROWS: rows of a map that are multiplied by V together. The sums of ROWS x 2 vectors fit into the registers.
+#ifdef __AVX512F__
+#define ROWS 8
+#else
+#define ROWS 2
 #endif
-
 #define PAIRS 0
 #include "head.h"
 #undef PAIRS
 
-#ifdef ATTENDS_IN_PAIRS
+#ifdef __AVX512BF16__
 #define PAIRS 1
+#ifdef __AMX_TILE__
+#undef ROWS
+#define ROWS TILE_ROWS
+#endif
 #include "head.h"
 #undef PAIRS
 #endif
@@ -149,7 +150,7 @@ typedef struct {
 // Return whether heads of these widths are multiplied as pairs of bfloat16. The tables of distance terms have the
 // layout of the products.
 int has_pairs_of(int type, int key_width, int width) {
-#ifdef ATTENDS_IN_PAIRS
+#ifdef __AVX512BF16__
     return type == BFLOAT16 && width % 32 == 0 && key_width % 32 == 0;
 #else
     (void)type, (void)key_width, (void)width;
@@ -157,14 +158,14 @@ int has_pairs_of(int type, int key_width, int width) {
 #endif
 }
 
-#ifdef ATTENDS_IN_PAIRS
+#ifdef __AVX512BF16__
 static int multiplies_pairs(const attention *job) {
     return has_pairs_of(job->type, job->key_width, job->width) && (!job->maps || job->map_type == BFLOAT16);
 }
 #endif
 
 static void run_task(const attention *job, int run, int head) {
-#ifdef ATTENDS_IN_PAIRS
+#ifdef __AVX512BF16__
     if (multiplies_pairs(job)) {
         head_of_pairs(job, run, head);
         return;
@@ -176,7 +177,7 @@ static void run_task(const attention *job, int run, int head) {
 // The heads of the runs from .. to - 1 of a tree, which all attend to the same keys and values; see heads_of_tree.
 // With positions, the tree is one run; see heads_of_scattered.
 static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to) {
-#ifdef ATTENDS_IN_PAIRS
+#ifdef __AVX512BF16__
     if (multiplies_pairs(job)) {
         if (job->positions) heads_of_scattered_of_pairs(job, given, from);
         else heads_of_tree_of_pairs(job, given, starts, from, to);

@@ -1,6 +1,6 @@
 // One head of one run of sequences, for two number formats. attention.c includes this file twice:
 //   PAIRS 0: one float32 per word. Any input type, any width.
-//   PAIRS 1: two bfloat16 per word, multiplied and added two at a time (AVX512-BF16).
+//   PAIRS 1: two bfloat16 per word, multiplied and added two at a time (AVX512-BF16), or on tiles (AMX).
 // A "step" is one word along the axis over which a product sums: two elements with PAIRS, else one.
 
 #if PAIRS
@@ -12,6 +12,16 @@
 #endif
 
 #include "layout.h"
+
+#if PAIRS && defined __AMX_TILE__  // product_of_pairs is in tiles.h
+#define BEGIN_TILES(rows, steps) shape_tiles(rows, (steps) % TILE_STEPS)
+#define END_TILES() _tile_release()
+// Columns begin at whole tiles of steps, so that which steps are summed together does not depend on the rows beside.
+#define COLUMNS_TOGETHER (2 * TILE_STEPS)
+#else
+#define BEGIN_TILES(rows, steps) (void)0
+#define END_TILES() (void)0
+#define COLUMNS_TOGETHER LANES
 
 // Return sum + a . b in every lane; all lanes use the same word a.
 INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
@@ -66,10 +76,11 @@ INLINE void NAME(product)(const char *a, size_t a_bytes, int rows, const int32_t
     if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, 1, adds);
     else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, ROWS, adds);
 }
+#endif
 
 INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 #if PAIRS
-    *(__m256bh *)(weights + 2 * at) = _mm512_cvtneps_pbh((__m512)weight);
+    *(halves *)(weights + 2 * at) = narrowed(weight);
 #else
     *(floats *)(weights + 4 * at) = weight;
 #endif
@@ -77,8 +88,7 @@ INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 
 // Write weights = exp(scale (score - row's largest score)) for columns from .. to - 1, and 0 for the other
 // columns, in the number format of the product with V. Return the sum of the weights, which is NaN if a score
-// is NaN or the largest score is infinite. Only the first and the last vector of columns may lie entirely
-// outside from .. to - 1, because the rows of a tile are adjacent.
+// is NaN or the largest score is infinite.
 INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, float scale, char *weights) {
     const int start = from / LANES * LANES, last = (to - 1) / LANES * LANES;
     const words behind = ~lanes_below(from - start), before = lanes_below(to - last);
@@ -92,8 +102,8 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     }
     const float largest = largest_lane(most);
     floats sum = every(0);
-    NAME(store_weights)(weights, 0, sum);
-    NAME(store_weights)(weights, columns - LANES, sum);
+    for (int at = 0; at < start; at += LANES) NAME(store_weights)(weights, at, sum);
+    for (int at = last + LANES; at < columns; at += LANES) NAME(store_weights)(weights, at, sum);
     for (int at = start; at <= last; at += LANES) {
         floats weight = exponential((*(const floats *)(scores + at) - largest) * scale);
         if (at == start) weight = either(behind, weight, every(0));
@@ -160,6 +170,7 @@ static void NAME(multiply_key_term)(const attention *job, const NAME(task) *task
         const column_range range = columns_of(term, 1 - token - count, length - 1 - token);
         NAME(copy_rows)(head_of(job->key, task->first_token + token, task->head, bytes),
                         (size_t)job->key.token * bytes, job->type, count, job->key_width, task->query, key_columns);
+        BEGIN_TILES(count, 0);
         NAME(product)((const char *)task->query, (size_t)key_columns * 4, count, term->table + range.first,
                       term->columns, job->key_width / NUMBERS,
                       task->of_key + (size_t)token * task->of_key_row + (range.first - first), task->of_key_row,
@@ -219,7 +230,6 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
         const int token = NAME(token_of)(job, task, tile->row + r);
         const int from = band_start(job, token), to = band_end(job, token, length);
         char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
-        if (job->positions) memset(weights, 0, tile->left_bytes);  // the rows of the tile may be far apart
         const int start = from - tile->first, stop = to - tile->first;
         float *scores = task->scores + r * tile->columns;
         if (job->bias)
@@ -300,10 +310,11 @@ static void NAME(context_of)(const attention *job, const NAME(task) *task, int s
     const size_t bytes = number_bytes(job->type), context_bytes = (size_t)job->context.token * bytes;
     for (int row = start; row < end; row += ROWS) {
         const int rows = smaller(end - row, ROWS);
-        const int first = band_start(job, NAME(token_of)(job, task, row)) / LANES * LANES;
+        const int first = band_start(job, NAME(token_of)(job, task, row)) / COLUMNS_TOGETHER * COLUMNS_TOGETHER;
         const int count = band_end(job, NAME(token_of)(job, task, row + rows - 1), task->length) - first;
         NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES),
                                   rounded_up(count, NUMBERS) / NUMBERS};
+        BEGIN_TILES(rows, tile.steps);
         if (job->maps) NAME(read_rows)(job, task, &tile);
         else NAME(compute_rows)(job, task, &tile);
         for (int s = 0; s < task->sequences; s++) {
@@ -319,6 +330,7 @@ static void NAME(context_of)(const attention *job, const NAME(task) *task, int s
                                job->width - at);
         }
     }
+    END_TILES();
 }
 
 static void NAME(head)(const attention *job, int run, int head) {
@@ -388,3 +400,6 @@ static void NAME(heads_of_scattered)(const attention *job, const given_tokens *g
 
 #undef NAME
 #undef NUMBERS
+#undef BEGIN_TILES
+#undef END_TILES
+#undef COLUMNS_TOGETHER

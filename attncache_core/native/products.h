@@ -1,68 +1,13 @@
 // Products of rows with packed weights: rows @ weights + bias, an activation, a factor, a residual.
 //
-// Three kinds of weights, each with its own kind of operand (the left side):
-//   WHOLE    float32 weights, float32 rows
-//   PAIRS    bfloat16 weights and rows, multiplied two at a time (AVX512-BF16)
-//   LEVELS   8-bit weights with a scale per output; rows of levels 0 to 255 with a scale and a zero per row,
-//            multiplied as integers. Every processor computes the same integers.
-//
-// Weights are packed [panels][steps][PANEL outputs][numbers of a step]. A tile is up to TILE rows of one panel,
-// whose sums stay in registers for all steps. Every sum adds its steps in the same order, whatever the number
-// of rows, so a row of a batch equals the row alone. The rows of a tile are finished (scales, bias, activation,
-// residual) between the steps of the next tile, one row at a time: the processor overlaps both. Finishing single
-// vectors, or two rows, between steps is slower, and so is finishing tiles by themselves.
+// A tile is up to TILE rows of one panel of weights, whose sums stay in registers for all steps. Every sum adds its
+// steps in the same order, whatever the number of rows, so a row of a batch equals the row alone. The rows of a tile
+// are finished (scales, bias, activation, residual) between the steps of the next tile, one row at a time: the
+// processor overlaps both. Finishing single vectors, or two rows, between steps is slower, and so is finishing tiles
+// by themselves. With AMX, tiles of PAIRS and LEVELS have up to MAX_TILE rows, and sums stay in its registers.
 #pragma once
 
-#ifdef __AVX512F__
-#define VECTOR_LANES 16
-#define VECTORS 3
-#define TILE 8
-#else
-#define VECTOR_LANES 8
-#define VECTORS 2
-#define TILE 6
-#endif
-#define PANEL (VECTOR_LANES * VECTORS)
-
-// The numbers of a row that are multiplied in one step by LEVELS, and the type in which a level is stored.
-#ifdef __AVX512VNNI__
-#define LEVELS_OF_STEP 4
-typedef uint8_t level_type;
-#else
-#define LEVELS_OF_STEP 2
-typedef int16_t level_type;
-#endif
-
-// Whether a kind is multiplied on the tiles of AMX (tiles.h), and the numbers of steps that are multiplied together.
-#ifdef __AMX_TILE__
-#define ON_TILES(kind) ((kind) != WHOLE)
-#define STEPS_TOGETHER 16
-#else
-#define ON_TILES(kind) 0
-#define STEPS_TOGETHER 1
-#endif
-
-typedef float vector __attribute__((vector_size(VECTOR_LANES * 4)));
-typedef int32_t int_vector __attribute__((vector_size(VECTOR_LANES * 4)));
-
-typedef enum { WHOLE = 0, PAIRS_OF_BFLOAT16 = 1, LEVELS = 2 } matrix_kind;
-
-typedef struct {
-    const char *weights;      // packed, padded with zeros to whole panels and whole steps
-    const float *bias;        // [panels * PANEL], or null
-    const float *scales;      // [panels * PANEL], of LEVELS
-    const int32_t *sums;      // [panels * PANEL], the sum of the levels of each output, of LEVELS
-    const float *smoothing;   // [inputs], factors of the inputs before they are rounded to levels; or null
-    int32_t inputs, outputs, kind;
-} matrix;
-
-// Rows in the form that a kind of weights is multiplied with.
-typedef struct {
-    const char *rows;
-    size_t row_bytes;
-    const float *scales;      // [rows], of LEVELS
-    const int32_t *zeros;     // [rows], of LEVELS: the level of 0
-} operand;
+#include "operands.h"
 
 // What becomes of the sums: out = factor * activation(sum + bias) + residual.
 typedef struct {
@@ -73,129 +18,6 @@ typedef struct {
     activation_type activation;
     int32_t multiply;         // whether to multiply by what `out` holds
 } finish;
-
-INLINE int steps_of(const matrix *m) {
-    const int numbers = m->kind == WHOLE ? 1 : m->kind == LEVELS ? LEVELS_OF_STEP : 2;
-    const int steps = (m->inputs + numbers - 1) / numbers;
-    return m->kind == WHOLE ? steps : rounded_up(steps, STEPS_TOGETHER);
-}
-
-// Bytes of one row of the operand of a matrix, whole vectors.
-INLINE size_t operand_row_bytes(const matrix *m) {
-    const size_t bytes = m->kind == WHOLE ? 4 : m->kind == LEVELS ? sizeof(level_type) : 2;
-    return ((size_t)rounded_up(m->inputs, LANES) * bytes + 63) / 64 * 64;
-}
-
-// Bytes that `prepared` may write for this number of rows.
-INLINE size_t operand_bytes(const matrix *m, int rows) {
-    return (size_t)rows * operand_row_bytes(m) + ((size_t)rows * 8 + 127) / 64 * 64;
-}
-
-typedef int16_t int16s __attribute__((vector_size(32)));
-typedef int16_t int16s_unaligned __attribute__((vector_size(32), aligned(2)));
-
-INLINE words clamped(words x, int32_t least, int32_t most) {
-    const words low = (words){0} + least, high = (words){0} + most;
-    x = ((x < low) & low) | (~(x < low) & x);
-    return ((x > high) & high) | (~(x > high) & x);
-}
-
-#define ROWS_ROUNDED 4
-
-// Part of a row of `type`, times its factors, if there are any.
-INLINE floats smoothed(const char *x, number_type type, const float *smoothing, int at, int left) {
-    const floats part = load_some(x + (size_t)at * number_bytes(type), type, left);
-    return smoothing ? part * load_some((const char *)(smoothing + at), FLOAT32, left) : part;
-}
-
-// See round_to_levels. rows: how many rows are rounded side by side. whole: whether the width is a whole number of
-// vectors.
-INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, const int rows, int width,
-                       const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros,
-                       const int whole) {
-    // Numbers are compared by their bits: as signed integers, positive numbers keep their order; as unsigned integers,
-    // the largest are the negative numbers, those of the largest size first. NaN and infinity are beyond all others.
-    words most[ROWS_ROUNDED];
-    unsigned_words least[ROWS_ROUNDED];
-    UNROLLED for (int r = 0; r < rows; r++) most[r] = (words){0}, least[r] = (unsigned_words){0};
-    for (int i = 0; i < width; i += LANES)
-        UNROLLED for (int r = 0; r < rows; r++) {
-            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
-            most[r] = larger_word(most[r], (words)part);
-            least[r] = larger_unsigned(least[r], (unsigned_words)part);
-        }
-    floats steps[ROWS_ROUNDED];
-    words to_zero[ROWS_ROUNDED];
-    UNROLLED for (int r = 0; r < rows; r++) {
-        FOLD(most[r], larger_word)
-        FOLD(least[r], larger_unsigned)
-        const int finite = most[r][0] < 0x7f800000 && least[r][0] < 0xff800000;
-        const float high = ((floats)most[r])[0], low = least[r][0] >> 31 ? ((floats)least[r])[0] : 0.0f;
-        float scale = (high - low) / 255.0f;
-        if (!(scale >= 1e-30f)) scale = 1e-30f;
-        steps[r] = every(1.0f / scale);
-        zeros[r] = finite ? (int32_t)__builtin_rintf(-low * steps[r][0]) : 0;
-        to_zero[r] = (words){0} + (zeros[r] - 0x4b400000);
-        scales[r] = finite ? scale : __builtin_nanf("");
-    }
-    // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
-    const float magic = 12582912.0f;
-    for (int i = 0; i < width; i += LANES)
-        UNROLLED for (int r = 0; r < rows; r++) {
-            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
-            const words level = clamped((words)(part * steps[r] + magic) + to_zero[r], 0, 255);
-            level_type *to = (level_type *)(levels + r * level_bytes) + i;
-#ifdef __AVX512VNNI__
-            *(bytes_unaligned *)to = __builtin_convertvector(level, bytes);
-#else
-            *(int16s_unaligned *)to = __builtin_convertvector(level, int16s);
-#endif
-        }
-}
-
-// Round rows to levels between their least and their largest number, of which one is 0 or below and the other 0
-// or above. The scale of a row with NaN or infinity is NaN. The usual cases are compiled one by one.
-INLINE void round_to_levels(const char *x, size_t x_bytes, number_type type, const int rows, int width,
-                            const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros) {
-#define ROUND(type, smoothing, whole) \
-    round_rows(x, x_bytes, type, rows, width, smoothing, levels, level_bytes, scales, zeros, whole)
-    if (width % LANES || type == FLOAT16) ROUND(type, smoothing, 0);
-    else if (type == BFLOAT16 && smoothing) ROUND(BFLOAT16, smoothing, 1);
-    else if (type == BFLOAT16) ROUND(BFLOAT16, 0, 1);
-    else if (smoothing) ROUND(FLOAT32, smoothing, 1);
-    else ROUND(FLOAT32, 0, 1);
-#undef ROUND
-}
-
-// Bring rows x [rows, inputs] of `type` into the form that `m` is multiplied with. The result is in `space`
-// (operand_bytes), or is x itself if x has this form.
-static operand prepared(const matrix *m, const char *x, number_type type, size_t x_row, int rows, char *space) {
-    const size_t bytes = number_bytes(type), row_bytes = operand_row_bytes(m);
-    if ((m->kind == WHOLE && type == FLOAT32) ||
-        (m->kind == PAIRS_OF_BFLOAT16 && type == BFLOAT16 && m->inputs % (2 * STEPS_TOGETHER) == 0))
-        return (operand){x, x_row * bytes, 0, 0};
-    float *scales = (float *)(space + (size_t)rows * row_bytes);
-    int32_t *zeros = (int32_t *)(scales + rows);
-    if (m->kind == LEVELS) {
-        int r = 0;
-        for (; rows - r >= ROWS_ROUNDED; r += ROWS_ROUNDED)
-            round_to_levels(x + (size_t)r * x_row * bytes, x_row * bytes, type, ROWS_ROUNDED, m->inputs, m->smoothing,
-                            space + (size_t)r * row_bytes, row_bytes, scales + r, zeros + r);
-        for (; r < rows; r++)
-            round_to_levels(x + (size_t)r * x_row * bytes, 0, type, 1, m->inputs, m->smoothing,
-                            space + (size_t)r * row_bytes, 0, scales + r, zeros + r);
-        return (operand){space, row_bytes, scales, zeros};
-    }
-    for (int r = 0; r < rows; r++, x += x_row * bytes) {
-        char *to = space + (size_t)r * row_bytes;
-        for (int i = 0; i < steps_of(m) * (m->kind == WHOLE ? 1 : 2); i += LANES) {
-            const floats part = i < m->inputs ? load_some(x + i * bytes, type, m->inputs - i) : every(0);
-            if (m->kind == WHOLE) *(floats *)(to + 4 * i) = part;
-            else *(halves *)(to + 2 * i) = narrowed(part);
-        }
-    }
-    return (operand){space, row_bytes, scales, zeros};
-}
 
 // One step of a tile. The instructions of AVX-512 are written as assembly, because the compiler otherwise
 // moves broadcasts out of loops and spills sums to memory.
@@ -348,8 +170,50 @@ INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps,
 }
 
 #ifdef __AMX_TILE__
-#include "tiles.h"
-#define MAX_TILE PAIR_OF_TILES
+#define MAX_TILE (2 * TILE_ROWS)
+
+#define LOAD_LEFT(from) _tile_loadd(LEFT, from, x_bytes)
+#define LOAD_RIGHT(column) _tile_loadd(RIGHT, panel + (column) * TILE_BYTES, PANEL * 4)
+#define MULTIPLY_TILES(sum)                                 \
+    do {                                                    \
+        if (kind == LEVELS) _tile_dpbusd(sum, LEFT, RIGHT); \
+        else _tile_dpbf16ps(sum, LEFT, RIGHT);              \
+    } while (0)
+#define STORE_SUMS(sum, row, column) _tile_stored(sum, sums + (row) * PANEL + (column) * LANES, PANEL * 4)
+
+// What `tile` does, for up to MAX_TILE rows, after shape_tiles. halves: a constant, 1 or 2. half_rows: the rows of a
+// half; two halves may have a row in common, which is the same in both.
+INLINE void tile_by_halves(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
+                           size_t next_bytes, const unfinished *before, int rows, int half_rows, const int halves,
+                           const matrix_kind kind) {
+    const char *second = x + (size_t)(rows - half_rows) * x_bytes;
+    _tile_zero(0), _tile_zero(1), _tile_zero(2);
+    if (halves == 2) _tile_zero(3), _tile_zero(4), _tile_zero(5);
+    for (int step = 0, row = 0; step < steps; panel += TILE_STEPS * PANEL * 4, x += TILE_BYTES, second += TILE_BYTES) {
+        LOAD_LEFT(x);
+        LOAD_RIGHT(0);
+        MULTIPLY_TILES(0);
+        LOAD_RIGHT(1);
+        MULTIPLY_TILES(1);
+        LOAD_RIGHT(2);
+        MULTIPLY_TILES(2);
+        if (halves == 2) {
+            LOAD_LEFT(second);
+            MULTIPLY_TILES(5);
+            LOAD_RIGHT(1);
+            MULTIPLY_TILES(4);
+            LOAD_RIGHT(0);
+            MULTIPLY_TILES(3);
+        }
+        for (const char *end = next + TILE_STEPS * next_bytes; next < end; next += 64) __builtin_prefetch(next, 0, 2);
+        step += TILE_STEPS;
+        for (const int stop = before->rows * step / steps; row < stop; row++) finish_tile_row(before, row, kind, 1);
+    }
+    STORE_SUMS(0, 0, 0), STORE_SUMS(1, 0, 1), STORE_SUMS(2, 0, 2);
+    if (halves == 1) return;
+    const int at = rows - half_rows;
+    STORE_SUMS(3, at, 0), STORE_SUMS(4, at, 1), STORE_SUMS(5, at, 2);
+}
 #else
 #define MAX_TILE TILE
 #endif
@@ -363,10 +227,10 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
     float sums[2][MAX_TILE * PANEL] __attribute__((aligned(64)));
     unfinished before = {.rows = 0};
 #ifdef __AMX_TILE__
-    // All tiles compute as many rows as the largest, so that the registers keep their shape. The last row of a smaller
-    // one is the first of the next.
-    const int size = (rows + tiles - 1) / tiles, halves = size > HALF_ROWS ? 2 : 1, half = (size + halves - 1) / halves;
-    if (ON_TILES(kind)) shape_tiles(half);
+    // All tiles compute as many rows as the largest, so that the registers keep their shapes. The last row of a
+    // smaller tile is the first row of the next.
+    const int size = (rows + tiles - 1) / tiles, halves = size > TILE_ROWS ? 2 : 1, half = (size + halves - 1) / halves;
+    if (ON_TILES(kind)) shape_tiles(half, 0);
 #endif
     for (int panel = from; panel < to; panel++)
         for (int t = 0; t < tiles; t++) {

@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 class MatrixKind(IntEnum):
-    """The numbers that a product multiplies; see products.h."""
+    """The numbers that a product multiplies; see operands.h."""
 
     WHOLE = 0  # float32
     PAIRS = 1  # bfloat16
@@ -33,7 +33,7 @@ class MatrixKind(IntEnum):
 
 
 class Matrix(ctypes.Structure):
-    """The structure `matrix` of products.h."""
+    """The structure `matrix` of operands.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "bias", "scales", "sums", "smoothing")),

@@ -1,15 +1,16 @@
-// Products of PAIRS and LEVELS on the tiles of AMX: registers of up to 16 rows of 64 bytes, which one instruction
-// multiplies with each other. A tile of weights is 16 steps of 16 outputs, and lies in a panel as the steps do.
+// The tiles of AMX: registers of up to 16 rows of 64 bytes. One instruction multiplies two of them, whose rows hold
+// the numbers of 16 steps: pairs of bfloat16, or four levels. Its right side is 16 steps of 16 columns.
 #pragma once
 
 #define TILE_STEPS 16
+#define TILE_ROWS 16              // the most rows of a left side
 #define TILE_BYTES 64
-#define HALF_ROWS 16              // the most rows of a tile
-#define PAIR_OF_TILES (2 * HALF_ROWS)
 
-// The registers: the sums of the first half of the rows are 0 to 2, of the second half 3 to 5.
-#define ROWS_REGISTER 6
-#define WEIGHTS_REGISTER 7
+// Registers 0 to 3 hold sums, and 4 and 5 too if no steps are left over, or else the sides of the steps left over.
+#define LEFT_REST 4
+#define RIGHT_REST 5
+#define LEFT 6
+#define RIGHT 7
 
 // See LDTILECFG in the manual of the instructions.
 typedef struct {
@@ -18,55 +19,42 @@ typedef struct {
     uint8_t rows[16];
 } tile_shapes;
 
-// Give the tiles of sums and of x this number of rows. All tiles are zero afterwards.
-static void shape_tiles(int rows) {
+// Give the registers their shapes, for this number of rows and of steps left over. All are zero afterwards.
+static void shape_tiles(int rows, int rest) {
     tile_shapes shapes = {.palette = 1};
-    for (int t = 0; t <= WEIGHTS_REGISTER; t++) {
-        shapes.row_bytes[t] = TILE_BYTES;
-        shapes.rows[t] = (uint8_t)(t == WEIGHTS_REGISTER ? TILE_STEPS : rows);
+    for (int t = 0; t <= RIGHT; t++) {
+        shapes.row_bytes[t] = (uint16_t)(t == LEFT_REST && rest ? 4 * rest : TILE_BYTES);
+        shapes.rows[t] = (uint8_t)(t == RIGHT ? TILE_STEPS : t == RIGHT_REST && rest ? rest : rows);
     }
     _tile_loadconfig(&shapes);
 }
 
-#define LOAD_ROWS(from) _tile_loadd(ROWS_REGISTER, from, x_bytes)
-#define LOAD_WEIGHTS(column) _tile_loadd(WEIGHTS_REGISTER, panel + (column) * TILE_BYTES, PANEL * 4)
-#define MULTIPLY_TILES(sum)                                                         \
-    do {                                                                            \
-        if (kind == LEVELS) _tile_dpbusd(sum, ROWS_REGISTER, WEIGHTS_REGISTER);     \
-        else _tile_dpbf16ps(sum, ROWS_REGISTER, WEIGHTS_REGISTER);                  \
+#define MULTIPLY_STEPS(left, right)                           \
+    do {                                                      \
+        _tile_loadd(left, a + 4 * step, a_bytes);             \
+        _tile_loadd(right, from, b_row * 4);                  \
+        _tile_dpbf16ps(0, left, right);                       \
+        if (!two) break;                                      \
+        _tile_loadd(right, from + LANES, b_row * 4);          \
+        _tile_dpbf16ps(1, left, right);                       \
     } while (0)
-#define STORE_SUMS(sum, row, column) _tile_stored(sum, sums + (row) * PANEL + (column) * LANES, PANEL * 4)
 
-// What `tile` does, for up to 32 rows, after shape_tiles. halves: a constant, 1 or 2. half_rows: the rows of a half;
-// two halves may have a row in common, which is the same in both.
-INLINE void tile_by_halves(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
-                           size_t next_bytes, const unfinished *before, int rows, int half_rows, const int halves,
-                           const matrix_kind kind) {
-    const char *second = x + (size_t)(rows - half_rows) * x_bytes;
-    _tile_zero(0), _tile_zero(1), _tile_zero(2);
-    if (halves == 2) _tile_zero(3), _tile_zero(4), _tile_zero(5);
-    for (int step = 0, row = 0; step < steps; panel += TILE_STEPS * PANEL * 4, x += TILE_BYTES, second += TILE_BYTES) {
-        LOAD_ROWS(x);
-        LOAD_WEIGHTS(0);
-        MULTIPLY_TILES(0);
-        LOAD_WEIGHTS(1);
-        MULTIPLY_TILES(1);
-        LOAD_WEIGHTS(2);
-        MULTIPLY_TILES(2);
-        if (halves == 2) {
-            LOAD_ROWS(second);
-            MULTIPLY_TILES(5);
-            LOAD_WEIGHTS(1);
-            MULTIPLY_TILES(4);
-            LOAD_WEIGHTS(0);
-            MULTIPLY_TILES(3);
+// out[row][columns] = a[row][steps] @ b[steps][columns] of pairs of bfloat16, after shape_tiles for this number of
+// rows and for the rest of the steps, if there is one. adds: a constant, whether to add to what `out` holds.
+INLINE void product_of_pairs(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
+                             float *out, int out_row, int columns, const int adds) {
+    (void)rows;
+    for (int column = 0; column < columns; column += 2 * LANES, b += 2 * LANES, out += 2 * LANES) {
+        const int two = column + LANES < columns;
+        _tile_zero(0), _tile_zero(1);
+        if (adds) _tile_loadd(0, out, out_row * 4);
+        if (adds && two) _tile_loadd(1, out + LANES, out_row * 4);
+        for (int step = 0; step < steps; step += TILE_STEPS) {
+            const int32_t *from = b + (size_t)step * b_row;
+            if (step + TILE_STEPS <= steps) MULTIPLY_STEPS(LEFT, RIGHT);
+            else MULTIPLY_STEPS(LEFT_REST, RIGHT_REST);
         }
-        for (const char *end = next + TILE_STEPS * next_bytes; next < end; next += 64) __builtin_prefetch(next, 0, 2);
-        step += TILE_STEPS;
-        for (const int stop = before->rows * step / steps; row < stop; row++) finish_tile_row(before, row, kind, 1);
+        _tile_stored(0, out, out_row * 4);
+        if (two) _tile_stored(1, out + LANES, out_row * 4);
     }
-    STORE_SUMS(0, 0, 0), STORE_SUMS(1, 0, 1), STORE_SUMS(2, 0, 2);
-    if (halves == 1) return;
-    const int at = rows - half_rows;
-    STORE_SUMS(3, at, 0), STORE_SUMS(4, at, 1), STORE_SUMS(5, at, 2);
 }

@@ -121,7 +121,7 @@ def assert_near(found, exact, sizes, rounded_maps=False):
 def rounds_maps(kernel, dtype, *widths):
     """Return whether the kernel rounds computed maps to bfloat16 before the product with V."""
     whole = all(width % 32 == 0 for width in widths)
-    return kernel.level == "avx512_bf16" and dtype is torch.bfloat16 and whole
+    return kernel.level in ("avx512_bf16", "avx512_amx") and dtype is torch.bfloat16 and whole
 
 
 def attend(kernel, query, key, value, offsets, scale=SCALE, **more):

@@ -67,8 +67,8 @@ def compile_libraries() -> None:
 
 def target(processor: str) -> list[str]:
     """Return Clang's options for a processor as setup.py names it, such as x86_64_v4+avx512vnni."""
-    name, *features = processor.split("+")
-    architecture = "armv8-a" if name == "generic" else name.replace("_", "-")
+    name, *features = processor.replace("_", "-").split("+")
+    architecture = "armv8-a" if name == "generic" else name
     return [f"-march={architecture}", *(f"-m{feature}" for feature in features)]
 
 

@@ -104,6 +104,7 @@ def test_tokens_outside_the_band_are_ignored(kernel, token, before, after, dtype
     value[token] = float("nan")
     found = attend(kernel, query, parts[1], value, offsets, **band).isnan().all(dim=-1).flatten()
     assert found[attended].all()
-    # Rows of a tile are multiplied by the same rows of V, rounded up to whole vectors.
-    near = band_of(120, None if before is None else before + 24, after + 8)[:, token]
+    # Rows of a tile are multiplied by the same rows of V, up to whole vectors or whole tiles of AMX.
+    rows, columns = (16, 32) if kernel.level == "avx512_amx" else (8, 16)
+    near = band_of(120, None if before is None else before + rows + columns, after + rows)[:, token]
     assert not found[~near].any()
