@@ -21,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 LIBRARIES = {
     "x86_64": {
         "attention_avx2": ("attention.c", "x86_64_v3"),
+        "attention_avx2_vnni": ("attention.c", "x86_64_v3+avxvnni"),
         "attention_avx512": ("attention.c", "x86_64_v4"),
         "attention_avx512_vnni": ("attention.c", "x86_64_v4+avx512vnni"),
         "attention_avx512_bf16": ("attention.c", "x86_64_v4+avx512vnni+avx512bf16"),

@@ -4,9 +4,9 @@
                   apply_maps(...)   maps @ V of packed sequences, with maps read from records
                   rotate(...)       rotary positions
 
-A level is an instruction set: avx512_amx, avx512_bf16, avx512_vnni, avx512, avx2 or neon. The binding passes
-plain pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel was not built,
-or tensors are on another device, attention runs on torch's own operators.
+A level is an instruction set: avx512_amx, avx512_bf16, avx512_vnni, avx512, avx2_vnni, avx2 or neon. The
+binding passes plain pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel
+was not built, or tensors are on another device, attention runs on torch's own operators.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -253,8 +254,15 @@ def levels() -> list[str]:
         supported += ["avx512_vnni"] if has_vnni else []
         supported.append("avx512")
     if capability in ("AVX512", "AVX2"):
+        supported += ["avx2_vnni"] if _has_avx_vnni() else []
         supported.append("avx2")
     return supported or ["neon"]
+
+
+def _has_avx_vnni() -> bool:
+    """Return whether the processor multiplies bytes without AVX-512. An older torch does not tell."""
+    capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
+    return bool(capabilities().get("avx_vnni"))
 
 
 def _library(level: str) -> Path:

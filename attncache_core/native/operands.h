@@ -21,7 +21,7 @@
 #define PANEL (VECTOR_LANES * VECTORS)
 
 // The numbers of a row that are multiplied in one step by LEVELS, and the type in which a level is stored.
-#ifdef __AVX512VNNI__
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
 #define LEVELS_OF_STEP 4
 typedef uint8_t level_type;
 #else
@@ -131,7 +131,7 @@ INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, co
             const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
             const words level = clamped((words)(part * steps[r] + magic) + to_zero[r], 0, 255);
             level_type *to = (level_type *)(levels + r * level_bytes) + i;
-#ifdef __AVX512VNNI__
+#if LEVELS_OF_STEP == 4
             *(bytes_unaligned *)to = __builtin_convertvector(level, bytes);
 #else
             *(int16s_unaligned *)to = __builtin_convertvector(level, int16s);

@@ -50,6 +50,11 @@ typedef struct {
     } while (0)
 #define MULTIPLY_ADD(sum, x, w) sum += x * w
 #define MULTIPLY_PAIRS MULTIPLY_ADD  // never used: without AVX512-BF16, weights are not packed as pairs
+#ifdef __AVXVNNI__
+#define LOAD_LEVELS LOAD_VECTOR
+#define MULTIPLY_LEVELS(sum, x, w) \
+    sum = (vector)_mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(x), (__m256i)(w))
+#else
 typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #define LOAD_LEVELS(to, from) to = (vector)__builtin_convertvector(*(const sixteen_bytes *)(from), int16s)
 #ifdef __AVX2__
@@ -59,6 +64,7 @@ typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #define MULTIPLY_LEVELS(sum, x, w)                                                             \
     sum = (vector)((int_vector)sum + ((int_vector)(x) << 16 >> 16) * ((int_vector)(w) << 16 >> 16) + \
                    ((int_vector)(x) >> 16) * ((int_vector)(w) >> 16))
+#endif
 #endif
 #endif
 

@@ -9,7 +9,7 @@ from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization, default_c
 from attncache_core.native import attention_kernel, products, rows
 
 PLAIN = "plain"  # torch's operators, without compiled code
-LEVELS = [PLAIN, "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon"]
+LEVELS = [PLAIN, "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon"]
 CACHES = [products.library, rows.kernel]  # of what was found at another level
 
 
