@@ -20,6 +20,7 @@ from attncache_core.heads.decisions import class_scores
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
+from attncache_core.runtime import devices
 from attncache_core.runtime.devices import resolve_dtype
 from attncache_core.runtime.threads import limit_threads
 
@@ -174,10 +175,16 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
 
 
 @pytest.mark.parametrize(
-    ("avx512", "amx", "expected"),
-    [(False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)],
+    ("avx512", "amx", "name", "expected"),
+    [
+        (False, False, "AMD EPYC", torch.float32),
+        (True, False, "AMD EPYC", torch.bfloat16),
+        (True, False, "Intel(R) Xeon(R) Processor", torch.float32),
+        (True, True, "Intel(R) Xeon(R) Processor", torch.bfloat16),
+    ],
 )
-def test_auto_dtype_is_bfloat16_if_the_processor_supports_it(monkeypatch, avx512, amx, expected):
+def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
+    monkeypatch.setattr(devices, "processor_name", lambda: name)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert resolve_dtype("auto") is expected
