@@ -139,6 +139,15 @@ def test_library_that_cannot_be_loaded_is_skipped(kernel, monkeypatch, tmp_path,
     assert chosen_kernel().level == kernel.level
 
 
+@pytest.mark.skipif(
+    not library("avx512_amx").is_file() or torch.cpu._is_amx_tile_supported(),
+    reason="the library was not built, or this processor has AMX",
+)
+def test_library_for_amx_is_refused_where_the_system_does_not_allow_it():
+    with pytest.raises(OSError, match="the system does not allow AMX"):
+        native.AttentionKernel("avx512_amx", library("avx512_amx"))
+
+
 def test_level_that_was_not_built_is_skipped(monkeypatch):
     built = [level for level in attention_kernel.levels() if library(level).is_file()]
     monkeypatch.setattr(attention_kernel, "levels", lambda: ["never_built", *built[-1:]])
