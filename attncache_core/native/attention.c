@@ -104,13 +104,18 @@ INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t leng
 }
 
 #ifdef __AMX_TILE__
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Ask Linux to let this process use the tiles of AMX. Returns 0 if it does. See Documentation/arch/x86/xstate.rst.
-long allow_tiles(void) {
+// Return 1 if the processor has all of AMX that this library uses (a virtual machine may hide some) and Linux lets
+// this process use it, else 0. See CPUID in the manual of the instructions, and the kernel's arch/x86/xstate.rst.
+int32_t allow_tiles(void) {
+    const unsigned bfloat16 = 1u << 22, tiles = 1u << 24, bytes = 1u << 25, all = bfloat16 | tiles | bytes;
     const long request_permission = 0x1023, tile_data = 18;
-    return syscall(SYS_arch_prctl, request_permission, tile_data);
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all) return 0;
+    return !syscall(SYS_arch_prctl, request_permission, tile_data);
 }
 #endif
 

@@ -25,7 +25,7 @@ import torch
 
 # The version of the recorded maps and of the results computed from them. Increase this number when a change
 # to a model's layers, to recording or to this kernel alters recorded maps or their products with V. Databases
-# of another version are refused, and the default database is built again.
+# of another version are refused, and the default database is built again. Levels may differ in last digits.
 MAPS_VERSION = 1
 
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -92,11 +92,11 @@ class AttentionKernel:
     """The kernel compiled for one level."""
 
     def __init__(self, level: str, library: Path) -> None:
-        """Raises OSError if the library cannot be loaded, or if the system does not allow its registers."""
+        """Raises OSError if the library cannot be loaded, or without AMX where it needs AMX."""
         self.level = level
         self.library = loaded = ctypes.CDLL(str(library))
-        if level == "avx512_amx" and loaded.allow_tiles():
-            raise OSError("the system does not allow AMX")
+        if level == "avx512_amx" and not loaded.allow_tiles():
+            raise OSError("the processor or the system does not allow AMX")
         for function in (loaded.attend, loaded.rotate):
             function.argtypes, function.restype = [ctypes.c_void_p], None
         loaded.set_parallel.argtypes = [ctypes.c_void_p]
@@ -125,8 +125,9 @@ class AttentionKernel:
 
         query, key: [tokens, heads, key_width]. value, context: [tokens, heads, width]. All four have the same
         dtype, and the elements of a head are contiguous. offsets: int64 [sequences + 1], the first token of
-        each sequence. Sums are in float32. With bfloat16 and widths that are multiples of 32, level
-        avx512_bf16 rounds maps to bfloat16 before the product with V, as if they came from a record.
+        each sequence. Sums are in float32. With bfloat16 and widths that are multiples of 32, levels
+        avx512_bf16 and avx512_amx round maps to bfloat16 before the product with V, as if they came from a
+        record.
 
         before, after: how many tokens before and after itself a token attends to; None means no bound
         (causal: after 0; a sliding window of w: before w - 1, after 0). Scores outside this band are not
@@ -249,7 +250,7 @@ def levels() -> list[str]:
     if capability == "AVX512":
         has_vnni = torch.cpu._is_vnni_supported()
         has_bfloat16 = has_vnni and torch.cpu._is_avx512_bf16_supported()
-        supported += ["avx512_amx"] if has_bfloat16 and torch.cpu._is_amx_tile_supported() else []
+        supported += ["avx512_amx"] if has_bfloat16 and torch.cpu._init_amx() else []
         supported += ["avx512_bf16"] if has_bfloat16 else []
         supported += ["avx512_vnni"] if has_vnni else []
         supported.append("avx512")

@@ -14,6 +14,7 @@
 #include "layout.h"
 
 #if PAIRS && defined __AMX_TILE__  // product_of_pairs is in tiles.h
+// steps: of the product with V. Those of Q are whole tiles, because the width of its heads is a multiple of 32.
 #define BEGIN_TILES(rows, steps) shape_tiles(rows, (steps) % TILE_STEPS)
 #define END_TILES() _tile_release()
 // Columns begin at whole tiles of steps, so that which steps are summed together does not depend on the rows beside.

@@ -1,5 +1,6 @@
-// The tiles of AMX: registers of up to 16 rows of 64 bytes. One instruction multiplies two of them, whose rows hold
-// the numbers of 16 steps: pairs of bfloat16, or four levels. Its right side is 16 steps of 16 columns.
+// The tiles of AMX: registers of up to 16 rows of 64 bytes. One instruction multiplies two of them. A row of the left
+// one holds the numbers of 16 steps, which are pairs of bfloat16 or four levels; a row of the right one is one step of
+// 16 columns.
 #pragma once
 
 #define TILE_STEPS 16
@@ -19,7 +20,8 @@ typedef struct {
     uint8_t rows[16];
 } tile_shapes;
 
-// Give the registers their shapes, for this number of rows and of steps left over. All are zero afterwards.
+// Give the registers their shapes, for this number of rows (1 to 16) and of steps left over (0 to 15), of 4 bytes each.
+// All are zero afterwards.
 static void shape_tiles(int rows, int rest) {
     tile_shapes shapes = {.palette = 1};
     for (int t = 0; t <= RIGHT; t++) {
@@ -40,7 +42,8 @@ static void shape_tiles(int rows, int rest) {
     } while (0)
 
 // out[row][columns] = a[row][steps] @ b[steps][columns] of pairs of bfloat16, after shape_tiles for this number of
-// rows and for the rest of the steps, if there is one. adds: a constant, whether to add to what `out` holds.
+// rows, and for the rest of the steps unless they are whole tiles. adds: a constant, whether to add to what `out`
+// holds.
 INLINE void product_of_pairs(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
                              float *out, int out_row, int columns, const int adds) {
     (void)rows;

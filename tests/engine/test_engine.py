@@ -186,7 +186,7 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
 def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
     monkeypatch.setattr(devices, "processor_name", lambda: name)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx)
     assert resolve_dtype("auto") is expected
     assert resolve_dtype("float32") is torch.float32
     assert resolve_dtype("bfloat16") is torch.bfloat16
