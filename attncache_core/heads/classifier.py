@@ -60,6 +60,16 @@ class LinearClassifier:
                 field="classifier",
             )
 
+    def require_width(self, dimensions: int) -> None:
+        """Raise DatabaseRefused unless the classifier reads embeddings with this many numbers."""
+        width = self.weight.shape[1]
+        if width != dimensions:
+            raise DatabaseRefused(
+                f"the classifier reads embeddings of {width} numbers, and those of the model have "
+                f"{dimensions}; fit it again",
+                field="classifier",
+            )
+
     def decides_as(self, other: LinearClassifier) -> bool:
         """Return whether another classifier is the same, up to rounding if both are made from labels.
 

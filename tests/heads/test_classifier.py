@@ -106,6 +106,12 @@ def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_chec
     assert refused.value.field == "classifier"
 
 
+def test_classifier_of_another_width_is_refused_with_both_widths(tiny_checkpoint):
+    made = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
+    with pytest.raises(DatabaseRefused, match=f"of {DIMENSIONS} numbers, and those of the model have 32"):
+        PrefillEngine.load(tiny_checkpoint, classifier=made, dtype="float32")
+
+
 def test_folder_without_a_classifier_is_refused(tmp_path):
     with pytest.raises(DatabaseRefused, match="there is no classifier in"):
         LinearClassifier.load(tmp_path)
