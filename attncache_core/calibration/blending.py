@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -50,7 +51,7 @@ def read_segmented(path: Path) -> list[SegmentedText]:
     Raises InvalidInput, which names the line but no text, if the file cannot be read or a line is no prompt.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(f"{path} cannot be read: {reason}", field="segments") from error

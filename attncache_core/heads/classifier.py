@@ -109,7 +109,7 @@ class LinearClassifier:
     def load(cls, folder: Path) -> LinearClassifier:
         """Load the classifier in `folder`. Raises DatabaseRefused if it is missing or unreadable."""
         try:
-            description = json.loads((folder / "classifier.json").read_text(encoding="utf-8"))
+            description = json.loads((folder / "classifier.json").read_text(encoding="utf-8-sig"))
             content = (folder / "classifier.safetensors").read_bytes()
             weights = load(content)
             if description["format_version"] != FORMAT_VERSION:

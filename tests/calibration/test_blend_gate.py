@@ -135,12 +135,12 @@ def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
         read_gate(path)
 
 
-def test_gate_of_an_earlier_version_without_a_checksum_is_read(tmp_path):
+def test_gate_of_an_earlier_version_without_a_checksum_is_read_behind_a_byte_order_mark(tmp_path):
     path, written = tmp_path / "blend.json", gate((0.0, True, 0.2), (0.5, True, 0.6))
     write_gate(path, written)
     content = json.loads(path.read_text())
     del content["checksum"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8-sig")
     assert read_gate(path) == written
 
 
@@ -335,7 +335,7 @@ def test_line_that_is_no_prompt_is_named_by_its_number(tmp_path, line):
     path.write_text('{"segments": ["a", "b"], "query": "c"}\n\n' + line + "\n")
     with pytest.raises(InvalidInput, match="line 3 is no prompt"):
         read_segmented(path)
-    path.write_text(path.read_text().rsplit("\n", 2)[0])
+    path.write_text(path.read_text().rsplit("\n", 2)[0], encoding="utf-8-sig")
     assert read_segmented(path) == [SegmentedText(("a", "b"), "c", f"{path}, line 1")]
     path.write_text("\n\n")
     with pytest.raises(InvalidInput, match="holds no prompts"):

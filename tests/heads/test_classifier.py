@@ -160,11 +160,11 @@ def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
         LinearClassifier.load(tmp_path)
 
 
-def test_classifier_of_the_version_before_has_no_digest_and_is_read(tmp_path):
+def test_classifier_of_the_version_before_has_no_digest_and_is_read_behind_a_byte_order_mark(tmp_path):
     fitted().save(tmp_path)
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
     del description["digest"]
-    (tmp_path / "classifier.json").write_text(json.dumps(description))
+    (tmp_path / "classifier.json").write_text(json.dumps(description), encoding="utf-8-sig")
     assert LinearClassifier.load(tmp_path).digest() == fitted().digest()
 
 
