@@ -9,8 +9,8 @@ import hashlib
 import json
 import statistics
 import time
-import zlib
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -32,7 +32,7 @@ from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import headings as listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
-from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
+from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, checksum_of
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.text.segments import Segmented, segmented
 
@@ -51,7 +51,7 @@ def read_segmented(path: Path) -> list[SegmentedText]:
     Raises InvalidInput, which names the line but no text, if the file cannot be read or a line is no prompt.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(f"{path} cannot be read: {reason}", field="segments") from error
@@ -116,7 +116,7 @@ class Measurements:
                 line = {"key": self._key, "name": name, "ratios": list(found.fidelities)}
                 line |= {"fidelities": [*found.fidelities.values()], "seconds": [*found.seconds.values()]}
                 with self._path.open("a") as file:
-                    file.write(json.dumps(line | {"checksum": _checksum(line)}) + "\n")
+                    file.write(json.dumps(line | {"checksum": checksum_of(line)}) + "\n")
         return self._known[name]
 
     def close(self) -> None:
@@ -129,18 +129,12 @@ class Measurements:
             # Other lines were being written when the process was killed, or were damaged.
             with suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
-                if line["key"] == self._key and _checksum(line) == line["checksum"]:
+                if line["key"] == self._key and checksum_of(line) == line["checksum"]:
                     found = (
                         dict(zip(map(float, line["ratios"]), line[part], strict=True))
                         for part in ("fidelities", "seconds")
                     )
                     self._known[line["name"]] = PromptMeasured(*found)
-
-
-def _checksum(line: dict[str, Any]) -> int:
-    """Return the CRC-32 of a line, without its entry `checksum`."""
-    content = {name: value for name, value in line.items() if name != "checksum"}
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def calibrate_blending(

@@ -36,8 +36,7 @@ class Quality:
 
     def keeps(self, budget: Budget) -> bool:
         """Return whether the quality keeps a budget with 95 % confidence."""
-        keeps_floor = not budget.floor or (self.floor is not None and self.floor >= budget.floor)
-        return self.lower_bound >= budget.least and keeps_floor
+        return budget.kept_by(self.lower_bound, self.floor)
 
     def rest_of(self, budget: Budget) -> Budget | None:
         """Return what is left of a budget for a further part; None if nothing is left.

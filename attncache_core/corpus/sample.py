@@ -22,6 +22,7 @@ only (0700), and so are the files (0600). Whoever starts a process takes the fir
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -119,6 +120,9 @@ class TextSampler:
         Call this method about once a second. Raises OSError; the sampler is of no use afterwards: close it,
         and open another one later.
         """
+        # Another process may have renamed or removed the folder: nothing would read what is written there.
+        if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another log is in place of the open one")
         added = b"".join(self._buffered)
         if self._written + len(added) > 2 * max(self._live, _MIN_REWRITE):
             self._file.close()

@@ -198,6 +198,8 @@ class PrefillEngine:
             opened,
             off,
         )
+        if classifier and engine.dimensions:
+            classifier.require_width(engine.dimensions)
         engine._measure_prefill()
         return engine._with_nearest_label() if checkpoint.task == "embed" and checkpoint.labels else engine
 

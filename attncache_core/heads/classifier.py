@@ -60,6 +60,16 @@ class LinearClassifier:
                 field="classifier",
             )
 
+    def require_width(self, dimensions: int) -> None:
+        """Raise DatabaseRefused unless the classifier reads embeddings with this many numbers."""
+        width = self.weight.shape[1]
+        if width != dimensions:
+            raise DatabaseRefused(
+                f"the classifier reads embeddings of {width} numbers, and those of the model have "
+                f"{dimensions}; fit it again",
+                field="classifier",
+            )
+
     def decides_as(self, other: LinearClassifier) -> bool:
         """Return whether another classifier is the same, up to rounding if both are made from labels.
 
@@ -99,7 +109,7 @@ class LinearClassifier:
     def load(cls, folder: Path) -> LinearClassifier:
         """Load the classifier in `folder`. Raises DatabaseRefused if it is missing or unreadable."""
         try:
-            description = json.loads((folder / "classifier.json").read_text(encoding="utf-8"))
+            description = json.loads((folder / "classifier.json").read_text(encoding="utf-8-sig"))
             content = (folder / "classifier.safetensors").read_bytes()
             weights = load(content)
             if description["format_version"] != FORMAT_VERSION:

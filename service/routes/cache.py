@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from service.routes.common import (
 )
 from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
-from service.web.call import Call, Client, CurrentCall
+from service.web.call import Call, Client, CurrentCall, number
 
 logger = logging.getLogger(__name__)
 
@@ -388,10 +387,7 @@ def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:
         if name not in _PLANNED:
             # The client chose the name, so the message does not repeat it.
             raise InvalidInput(f"unknown query parameter; the known ones are {', '.join(_PLANNED)}")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = math.nan
+        found[name] = number(value)
         if not 0 <= found[name] <= _LARGEST:
             raise InvalidInput(f"{name} must be a number from 0 to {_LARGEST:g}", field=name)
     return found
@@ -413,7 +409,7 @@ def _device(serving: Serving, devices: str, planned: Mapping[str, float]) -> dic
     for device in devices.split(";"):
         name, _, numbers = device.partition(",")
         try:
-            throughput, price = map(float, numbers.split(","))
+            throughput, price = map(number, numbers.split(","))
             if not (0 < throughput <= _LARGEST and 0 <= price <= _LARGEST):
                 raise ValueError
         except ValueError as error:

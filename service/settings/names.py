@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
@@ -17,6 +17,15 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: ClassVar[str]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_a_truth_value(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        # To pydantic, true is 1.
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise refused("it must be a number")
+        return value
 
 
 def option_name(field: str) -> str:

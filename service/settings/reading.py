@@ -12,16 +12,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from attncache_core.runtime.files import write_whole
 from service.errors import InvalidSettings
@@ -119,10 +115,10 @@ def refuse_unknown_variables(environment: Iterable[str]) -> None:
 
 def _read_file(path: Path) -> dict[str, object]:
     """Return the values of a TOML file by field name. Raises InvalidSettings, and OSError."""
-    # The source would take a missing file for an empty one.
-    path.open("rb").close()
     try:
-        values = TomlConfigSettingsSource(_Sources, path).toml_data
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except RecursionError as error:
+        raise InvalidSettings(f"--config {path} is nested too deeply", field="config") from error
     except ValueError as error:
         raise InvalidSettings(f"--config {path} is not a TOML file: {error}", field="config") from error
     for key, value in values.items():

@@ -9,6 +9,7 @@ misses would teach that odd texts are usual. If the disk fails, sampling pauses,
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -110,6 +111,8 @@ class Sampling:
 
     def _sample(self, root: Path) -> None:
         """Sample until the end. Raises OSError."""
+        if not root.is_dir():  # set aside: a new folder would be in the way of the next database
+            raise FileNotFoundError(errno.ENOENT, "the folder of the database is missing")
         with closing(TextSampler.open(root, **self._options)) as sampler:
             if sampler.cut_bytes:
                 logger.warning(

@@ -8,6 +8,7 @@ FastAPI's own validation is not used: it reads a body of any size, and its error
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from dataclasses import dataclass, field
@@ -311,10 +312,7 @@ class Call:
         requested = self.header(TIMEOUT_HEADER)
         if requested is None:
             return
-        try:
-            seconds = float(requested)
-        except ValueError:
-            seconds = 0.0
+        seconds = number(requested)
         if not 0 < seconds < float("inf"):
             raise InvalidInput(
                 f"{TIMEOUT_HEADER} must be a number of seconds above 0, such as 2.5", field=TIMEOUT_HEADER
@@ -345,6 +343,17 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
     except ValidationError as error:
         # Not chained, because pydantic's message quotes the input.
         raise _translated(error, schema, content) from None
+
+
+def number(text: str) -> float:
+    """Return the number that a header or a query parameter holds; nan if it holds none.
+
+    Python reads 1_0 as 10, and no client means that.
+    """
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan
 
 
 def _require_small(size: int, maximum: int) -> None:

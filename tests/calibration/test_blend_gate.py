@@ -5,6 +5,7 @@ continues.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from string import ascii_uppercase
 
@@ -107,6 +108,14 @@ def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_p
         ({"measured": [{"ratio": 5}]}, "measured.0.ratio"),
         ({"measured": [{"ratio": -0.1}]}, "measured.0.ratio"),
         ({"measured": [{"ratio": 0.6}]}, "rise"),
+        ({"measured": [{"mean": math.nan}]}, "measured.0.mean"),
+        ({"measured": [{"seconds": math.inf}]}, "measured.0.seconds"),
+        ({"measured": [{"lower_bound": 0.89}]}, r"keeps_budget of ratio 0\.0 contradicts"),
+        ({"measured": [{"keeps_budget": False}]}, "contradicts"),
+        ({"budget": {"floor": 0.8}}, "contradicts"),
+        ({"steps": True}, "steps"),
+        ({"steps": 1}, "was changed since it was written"),
+        ({"checksum": 1}, "was changed since it was written"),
         ({"budget": {"least": 7}}, "budget"),
         ({"other": 1}, "other"),
         ({"format": 2}, "format 2"),
@@ -124,6 +133,15 @@ def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
     path.write_text(json.dumps(content))
     with pytest.raises(InvalidInput, match=place):
         read_gate(path)
+
+
+def test_gate_of_an_earlier_version_without_a_checksum_is_read_behind_a_byte_order_mark(tmp_path):
+    path, written = tmp_path / "blend.json", gate((0.0, True, 0.2), (0.5, True, 0.6))
+    write_gate(path, written)
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    path.write_text(json.dumps(content), encoding="utf-8-sig")
+    assert read_gate(path) == written
 
 
 def test_gate_that_checks_a_layer_that_the_model_lacks_is_refused(engine):
@@ -317,7 +335,7 @@ def test_line_that_is_no_prompt_is_named_by_its_number(tmp_path, line):
     path.write_text('{"segments": ["a", "b"], "query": "c"}\n\n' + line + "\n")
     with pytest.raises(InvalidInput, match="line 3 is no prompt"):
         read_segmented(path)
-    path.write_text(path.read_text().rsplit("\n", 2)[0])
+    path.write_text(path.read_text().rsplit("\n", 2)[0], encoding="utf-8-sig")
     assert read_segmented(path) == [SegmentedText(("a", "b"), "c", f"{path}, line 1")]
     path.write_text("\n\n")
     with pytest.raises(InvalidInput, match="holds no prompts"):

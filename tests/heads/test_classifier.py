@@ -106,6 +106,12 @@ def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_chec
     assert refused.value.field == "classifier"
 
 
+def test_classifier_of_another_width_is_refused_with_both_widths(tiny_checkpoint):
+    made = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
+    with pytest.raises(DatabaseRefused, match=f"of {DIMENSIONS} numbers, and those of the model have 32"):
+        PrefillEngine.load(tiny_checkpoint, classifier=made, dtype="float32")
+
+
 def test_folder_without_a_classifier_is_refused(tmp_path):
     with pytest.raises(DatabaseRefused, match="there is no classifier in"):
         LinearClassifier.load(tmp_path)
@@ -154,11 +160,11 @@ def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
         LinearClassifier.load(tmp_path)
 
 
-def test_classifier_of_the_version_before_has_no_digest_and_is_read(tmp_path):
+def test_classifier_of_the_version_before_has_no_digest_and_is_read_behind_a_byte_order_mark(tmp_path):
     fitted().save(tmp_path)
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
     del description["digest"]
-    (tmp_path / "classifier.json").write_text(json.dumps(description))
+    (tmp_path / "classifier.json").write_text(json.dumps(description), encoding="utf-8-sig")
     assert LinearClassifier.load(tmp_path).digest() == fitted().digest()
 
 

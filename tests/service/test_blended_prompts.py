@@ -53,7 +53,7 @@ def load(folder, **use):
 
 
 def gate_of(engine, *ratios, least=0.0, **more):
-    measured = tuple(MeasuredRatio(ratio, 0.99, 0.98, True, 0.3) for ratio in ratios)
+    measured = tuple(MeasuredRatio(ratio, 0.99, max(0.98, least), True, 0.3) for ratio in ratios)
     measure = more.pop("measure", Measure.COSINE)
     return BlendGate(engine.fingerprint, Budget(measure, least), "\n", 200, measured, **more)
 
@@ -432,7 +432,7 @@ def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder, tmp_pa
     path = tmp_path / "blend.json"
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_gate(path)
-    for content in (b"", b"{}", json.dumps({"format": 9}).encode(), b"\xff"):
+    for content in (b"", b"{}", json.dumps({"format": 9}).encode(), b"\xff", b"[" * 100_000):
         path.write_bytes(content)
         with pytest.raises(InvalidInput, match="calibrate"):
             read_gate(path)

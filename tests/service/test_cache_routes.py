@@ -275,6 +275,8 @@ async def test_bad_query_of_capacity_is_refused(folder):
             ("memory_price=cheap", "memory_price"),
             ("memory_price=-1", "memory_price"),
             ("disk_price=nan", "disk_price"),
+            ("disk_price=1_0", "disk_price"),
+            ("prefill_tokens_per_second=9&devices=disk,1_0,1", "devices"),
             ("disk_price=inf", "disk_price"),
             ("secret=1", None),
         ):

@@ -156,6 +156,27 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
     assert line.levelno == logging.ERROR
 
 
+async def test_sampling_goes_on_in_the_next_database_when_the_present_one_is_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "_RETRY_SECONDS", 0.02)
+    root = tmp_path / "a.db"
+    root.mkdir()
+    kept = Sampling(100, 168.0, Metrics())
+    kept.begin(root)
+    kept.offer(None, [PrefillPart.of([[1, 2]])])
+    await until(lambda: sampled(root) == [(1, 2)])
+    root.rename(tmp_path / "aside")
+    missing = "texts cannot be sampled: the folder of the database is missing"
+    await until(lambda: kept.state.problem == missing)
+    assert not root.exists()
+    root.mkdir()
+    async with asyncio.timeout(30):
+        while sampled(root) != [(3, 4)] or kept.state.problem is not None:
+            kept.offer(None, [PrefillPart.of([[3, 4]])])
+            await asyncio.sleep(0.005)
+    kept.close()
+    assert sampled(tmp_path / "aside") == [(1, 2)]
+
+
 def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
     def fail(_self):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

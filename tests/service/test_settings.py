@@ -157,6 +157,8 @@ def test_options_come_before_variables_before_the_file_before_defaults(tmp_path,
     monkeypatch.setenv("ATTNCACHE_MODEL", "")  # as absent
     settings = gather_settings({"port": "5"}, config)
     assert settings == Settings(port=5, threads=4, model="in-file", kv=False, min_gain=0.5)
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert gather_settings({"port": "5"}, config) == settings
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,12 @@ def test_options_come_before_variables_before_the_file_before_defaults(tmp_path,
         ("[network]\nport = 1", r"has a table \[network\]; write every setting as a key without a table"),
         ("port: 1", "is not a TOML file: .*line 1"),
         ("port = 1.5", "--config .*: port cannot be 1.5"),
+        ("port = true", "--config .*: port cannot be True: it must be a number"),
+        ("threads = false", "--config .*: threads cannot be False: it must be a number"),
+        ("max_queue_seconds = true", "max_queue_seconds cannot be True: it must be a number"),
+        ("workers = true", "workers cannot be True: "),
+        ("model = true", "model cannot be True: it must be a string"),
+        (f"port = {'[' * 100_000}", "--config .*attncache.toml is nested too deeply"),
     ],
 )
 def test_bad_file_is_refused_with_the_key(tmp_path, text, refusal):

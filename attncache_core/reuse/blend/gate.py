@@ -8,10 +8,12 @@ template and its labels.
 
 from __future__ import annotations
 
+import json
 import stat
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -29,7 +31,7 @@ MAX_SECONDS = 0.95
 class MeasuredRatio:
     """What was measured with one recompute ratio."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     ratio: Annotated[float, Field(ge=0, le=1)]
     mean: float  # of the budget's measure over the prompts
@@ -124,7 +126,10 @@ _GATE = TypeAdapter(BlendGate)
 def read_gate(path: Path) -> BlendGate:
     """Read a gate from a file. Raises InvalidInput if there is none, or if it cannot be read."""
     try:
-        gate = _GATE.validate_json(path.read_bytes())
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        # Gates of earlier versions have no checksum.
+        checksum = content.pop("checksum", None) if isinstance(content, dict) else None
+        gate = _GATE.validate_json(json.dumps(content), strict=True)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(f"the file of --blend, {path}, cannot be read: {reason}", field="blend") from error
@@ -136,6 +141,8 @@ def read_gate(path: Path) -> BlendGate:
             "calibrate again",
             field="blend",
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not JSON; calibrate again", field="blend") from error
     if gate.format != FORMAT:
         raise InvalidInput(
             f"{path} has format {gate.format}, and {FORMAT} is read; calibrate again", field="blend"
@@ -143,13 +150,30 @@ def read_gate(path: Path) -> BlendGate:
     ratios = [measured.ratio for measured in gate.measured]
     if ratios != sorted(set(ratios)):
         raise InvalidInput(f"{path} holds ratios that do not rise; calibrate again", field="blend")
+    for measured in gate.measured:
+        if measured.keeps_budget != gate.budget.kept_by(measured.lower_bound, measured.floor):
+            raise InvalidInput(
+                f"in {path}, keeps_budget of ratio {measured.ratio} contradicts the budget and the measured "
+                "bounds; calibrate again",
+                field="blend",
+            )
+    if checksum not in (None, checksum_of(content)):
+        raise InvalidInput(f"{path} was changed since it was written; calibrate again", field="blend")
     return gate
 
 
 def write_gate(path: Path, gate: BlendGate) -> None:
     """Write a gate to a file, whole or not at all. Raises OSError."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
-    write_whole(path, _GATE.dump_json(gate, indent=2) + b"\n", mode)
+    content = _GATE.dump_python(gate, mode="json")
+    text = json.dumps(content | {"checksum": checksum_of(content)}, indent=2)
+    write_whole(path, (text + "\n").encode(), mode)
+
+
+def checksum_of(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of what is written as JSON, without its entry `checksum`."""
+    covered = {name: value for name, value in content.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
 
 
 def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> tuple[BlendGate, bool]:

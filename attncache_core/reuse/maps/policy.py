@@ -51,6 +51,11 @@ class Budget:
         """Whether there is any quality to keep. With an operator's own thresholds there is none."""
         return self.least > 0 or self.floor > 0
 
+    def kept_by(self, lower_bound: float, floor: float | None) -> bool:
+        """Return whether these bounds keep the budget. floor: None if it is not known."""
+        keeps_floor = not self.floor or (floor is not None and floor >= self.floor)
+        return lower_bound >= self.least and keeps_floor
+
     @property
     def allowed_harm(self) -> float:
         """The share of hits that may be harmed: a cosine below the floor, or a changed decision."""
