@@ -35,12 +35,12 @@ def run(
     files: Files,
     batch_tokens: int,
     begun_with: Mapping[str, Any],
-    report: Callable[[int, float], None],
+    report: Callable[[int, float | None], None],
 ) -> int:
     """Compute all texts of a file and write the output. Returns the number of rows.
 
     begun_with: options that must not change while the output is unfinished. report: called with the rows that
-    are saved and the share of the file, after each chunk.
+    are saved and the share of the file, if it is known, after each chunk.
     Raises InvalidInput for a bad row, an unfinished output of other options or another input, NotFinite,
     OSError and Stopped. All of them leave what was saved, and their messages say how to continue.
     """
