@@ -12,7 +12,7 @@ from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import open_rows
-from service.bulk.spool import open_spool, partial, remove_spool
+from service.bulk.spool import open_spool, partial, progress, remove_spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,16 @@ class Files:
     column: str  # of the texts
     file_format: str | None  # of the source; None: by its name
     output: Path
+
+
+def check_apart(files: Files) -> None:
+    """Raise InvalidInput if the run would write to its input."""
+    for written in (files.output, partial(files.output), progress(files.output)):
+        if written.exists() and files.source.exists() and written.samefile(files.source):
+            raise InvalidInput(
+                f"--output {files.output} would write to {written}, which is the input; choose another name",
+                field="output",
+            )
 
 
 class Stopped(Exception):

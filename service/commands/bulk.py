@@ -23,7 +23,7 @@ from service.bulk.cluster import ray_workers
 from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
-from service.bulk.run import Files, Stopped, run
+from service.bulk.run import Files, Stopped, check_apart, run
 from service.bulk.sharded import OneWorker, Part, Workers, run_shards
 from service.bulk.shards import ShardWorker, Work
 from service.commands.options import (
@@ -81,8 +81,10 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
                 return
             if shard or ray:
                 raise InvalidInput("--shard and --ray are for INPUTS without --input", field="shard")
-            check_output(Path(output), formats)
-            command(files=Files(source, column, file_format, Path(output)), **values)
+            files = Files(source, column, file_format, Path(output))
+            check_apart(files)
+            check_output(files.output, formats)
+            command(files=files, **values)
 
         described: Command = with_files
         for option in (

@@ -522,6 +522,20 @@ def test_damaged_and_foreign_files_are_refused(tiny_checkpoint, tmp_path, source
     one_line(run(*arguments), f"{output} exists; remove the file or choose another name")
 
 
+@pytest.mark.parametrize("name", ["out.npy", "out.npy.partial", "out.npy.progress"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_output_that_would_write_to_the_input_is_refused(tiny_checkpoint, tmp_path, source, name, is_link):
+    content, written = source.read_bytes(), tmp_path / name
+    if is_link:
+        written.symlink_to(source)
+    else:
+        source = source.rename(written)
+    arguments = embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy", "--format", "txt")
+    one_line(run(*arguments), f"would write to {written}, which is the input; choose another name")
+    assert source.read_bytes() == content
+    assert left_files(tmp_path) == [name]
+
+
 @pytest.mark.parametrize(
     ("command", "output", "words"),
     [
