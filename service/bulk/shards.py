@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,38 @@ class ShardWorker:
         self._output.put(output, as_parquet(numbers, self._task.labels))
 
 
-def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
-    """Yield the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
+def check_input(given: str) -> None:
+    """Raise InvalidInput if an input is a path, and neither a .parquet file nor in a folder that exists."""
+    if is_url(given):
+        return
+    base = Path(_split(given)[0])
+    if base.is_file():
+        raise InvalidInput(f"input: {given} is not a .parquet file; give it by --input", field="input")
+    if not base.is_dir():
+        raise InvalidInput(f"input: there is no file or folder {base}; correct the path", field="input")
 
-    inputs: URLs or paths of files and folders; a name may hold *. output: the files in it are left out, so
-    it may be below an input. Raises InvalidInput if there is no file, or if the first file that can be read
-    has no such column, and OSError if a folder cannot be listed.
+
+def plan(inputs: Sequence[str], column: str, output: str | None = None) -> Iterator[Shard | Failure]:
+    """Return the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
+
+    inputs: URLs or paths of files and folders; a name may hold *. output: URL of a folder, whose files are
+    left out, so it may be below an input. Before anything is returned, raises InvalidInput if an input has
+    no file, if there is no row, or if the first file that can be read has no such column, and OSError if a
+    folder cannot be listed.
     """
+    left_out = None if output is None else joined(without_secrets(output), "")
+    for given in inputs:
+        next(_files_of(given, left_out))
+    planned = _planned(inputs, column, left_out)
+    first = next(planned, None)
+    if first is None:
+        raise InvalidInput("no row in the files of the input", field="input")
+    return chain([first], planned)
+
+
+def _planned(inputs: Sequence[str], column: str, left_out: str | None) -> Iterator[Shard | Failure]:
     planned = False
-    for file, groups in _read_ahead(_files(inputs, output), column):
+    for file, groups in _read_ahead(_files(inputs, left_out), column):
         folder, stored = file
         try:
             counts = groups.result()
@@ -165,39 +189,55 @@ def digest_of(output: str) -> bytes:
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it
 
 
-def _files(inputs: Iterable[str], output: ObjectFolder | None) -> Iterator[_File]:
-    """Yield the files of all inputs, each once, also if several inputs name it. Leaves the output's out."""
+def _files(inputs: Iterable[str], left_out: str | None) -> Iterator[_File]:
+    """Yield the files of all inputs, each once, also if several inputs name it."""
     yielded: set[bytes] = set()  # digests, because there may be a million of files
-    left_out = None if output is None else output.url_of("")
     for given in inputs:
-        found = False
-        for folder, stored in _files_of(given):
+        for folder, stored in _files_of(given, left_out):
             file = joined(without_secrets(folder), stored.name)
-            if left_out is not None and file.startswith(left_out):
-                continue
-            found = True
-            if not stored.etag:
-                raise InvalidInput(
-                    f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object "
-                    "store",
-                    field="input",
-                )
             digest = hashlib.blake2b(file.encode(), digest_size=16).digest()
             if digest not in yielded:
                 yielded.add(digest)
                 yield folder, stored
-        if not found:
-            shown = without_secrets(given) if is_url(given) else given
-            raise InvalidInput(f"there is no .parquet file in {shown}", field="input")
 
 
-def _files_of(given: str) -> Iterator[_File]:
-    path, _, query = given.partition("?") if is_url(given) else (given, "", "")
+def _files_of(given: str, left_out: str | None) -> Iterator[_File]:
+    """Yield the files of an input that are not in the output. Raises InvalidInput if there is none."""
+    shown = without_secrets(given) if is_url(given) else given
+    has_files = found = False
+    for folder, stored in _listed(given):
+        has_files = True
+        file = joined(without_secrets(folder), stored.name)
+        if left_out is not None and file.startswith(left_out):
+            continue
+        found = True
+        if not stored.etag:
+            raise InvalidInput(
+                f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object store",
+                field="input",
+            )
+        yield folder, stored
+    if has_files and not found:
+        raise InvalidInput(
+            f"output: all .parquet files of the input {shown} are in this folder, whose files are no inputs; "
+            "choose another folder",
+            field="output",
+        )
+    if not found:
+        raise InvalidInput(f"there is no .parquet file in {shown}; correct the path", field="input")
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the folder of an input, and the pattern of its names."""
     if "*" in path or path.endswith(".parquet"):
         base = path.partition("*")[0].rpartition("/")[0] or "."
-        pattern = path.removeprefix(f"{base}/")
-    else:
-        base, pattern = path.rstrip("/"), "*.parquet"
+        return base, path.removeprefix(f"{base}/")
+    return path.rstrip("/"), "*.parquet"
+
+
+def _listed(given: str) -> Iterator[_File]:
+    path, _, query = given.partition("?") if is_url(given) else (given, "", "")
+    base, pattern = _split(path)
     folder = ObjectFolder(f"{base}?{query}" if query else base, "input")
     # A local folder is absolute, because other processes may run elsewhere.
     url = folder.url if folder.is_local else f"{base}?{query}"

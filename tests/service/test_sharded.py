@@ -187,9 +187,26 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     output = tmp_path / "out"
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty/0.parquet", [], rows=1)
-    for inputs, word in ((tmp_path / "nowhere", "cannot be opened"), (folder / "x*", "no .parquet file")):
-        assert word in embed(tiny_checkpoint, inputs, output).stderr
+    (tmp_path / "texts.txt").write_text("a card\n", encoding="utf-8")
+    for inputs, word in (
+        (tmp_path / "nowhere", f"input: there is no file or folder {tmp_path / 'nowhere'}"),
+        (tmp_path / "nowhere/*.parquet", f"input: there is no file or folder {tmp_path / 'nowhere'}"),
+        (folder / "x*", f"there is no .parquet file in {folder / 'x*'}; correct the path"),
+        (folder / "x.parquet", "x.parquet: it is not there"),
+        (tmp_path / "texts.txt", "texts.txt is not a .parquet file; give it by --input"),
+    ):
+        for all_inputs in ((inputs,), (folder, inputs)):  # nothing is computed of the good one
+            assert word in embed(tiny_checkpoint, all_inputs[0], output, *all_inputs[1:]).stderr
+            assert not output.exists()
     assert "no row" in embed(tiny_checkpoint, tmp_path / "empty", output).stderr
+    without_output = run("embed", *model_arguments(tiny_checkpoint), tmp_path / "texts.txt")
+    assert "texts.txt is not a .parquet file; give it by --input" in without_output.stderr
+    assert embed(tiny_checkpoint, folder, output, "--column", "body").exit_code == 2
+    assert not output.exists()
+    ended = embed(tiny_checkpoint, folder, folder)
+    assert f"output: all .parquet files of the input {folder} are in this folder" in ended.stderr
+    assert "choose another folder" in ended.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["0.parquet", "1.parquet", "2.parquet"]
     with object_store() as store:
         store.objects["/bucket/0.parquet"] = (folder / "0.parquet").read_bytes()
         succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
