@@ -23,8 +23,10 @@ from service.bulk.shards import (
     ShardWorker,
     as_line,
     digest_of,
+    is_whole,
     options_digest,
     outputs_in,
+    read_ahead,
 )
 from service.bulk.spool import begun_otherwise
 from service.objects import Changed, ObjectFolder
@@ -157,16 +159,22 @@ def _due(
 ) -> Iterator[Due]:
     """Yield the shards of a part that are not done. Notes all shards in `planned`, for the manifest."""
     done, digest = outputs_in(folder), options_digest(options)
-    for shard in plan:
+
+    def is_done(shard: Shard | Failure) -> bool:
+        if isinstance(shard, Failure):
+            return False
+        name = digest_of(output := shard.output(digest))
+        return name in done and part.holds(name) and is_whole(folder, output, shard)
+
+    for shard, found in read_ahead(plan, is_done):
         if isinstance(shard, Failure):
             failures.append(shard)
             continue
         output = shard.output(digest)
         planned.write(as_line(shard, output=output))
-        name = digest_of(output)
-        if not part.holds(name):
+        if not part.holds(digest_of(output)):
             continue
-        if name in done:
+        if found.result():
             counts.done_before += 1
         else:
             yield shard, output

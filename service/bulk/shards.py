@@ -3,8 +3,8 @@
     inputs (URLs, folders)  ->  files, with their ETags  ->  shards: some rows of one row group
     shard  ->  the texts  ->  Computing  ->  OUTPUT/<digest of the shard and of the options>.parquet
 
-The name of an output says what it was made from, so what exists is done, whoever has made it. Shards are
-planned one by one, so their number has no limit.
+The name of an output says what it was made from, and the output holds its name, so what exists and is whole
+is done, whoever has made it. Shards are planned one by one, so their number has no limit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -26,7 +27,7 @@ import orjson
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
-from service.bulk.formats import as_parquet, check_labels
+from service.bulk.formats import as_parquet, check_labels, holds_shard
 from service.bulk.rows import ParquetRows
 from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
@@ -125,7 +126,7 @@ class ShardWorker:
                 for _, computed in computing.computed(ChunkReader(part).chunks()):
                     numbers[done : done + len(computed)] = computed
                     done += len(computed)
-        self._output.put(output, as_parquet(numbers, self._task.labels))
+        self._output.put(output, as_parquet(numbers, self._task.labels, output))
 
 
 def check_input(given: str) -> None:
@@ -159,7 +160,7 @@ def plan(inputs: Sequence[str], column: str, output: str | None = None) -> Itera
 
 def _planned(inputs: Sequence[str], column: str, left_out: str | None) -> Iterator[Shard | Failure]:
     planned = False
-    for file, groups in _read_ahead(_files(inputs, left_out), column):
+    for file, groups in read_ahead(_files(inputs, left_out), partial(_group_rows, column)):
         folder, stored = file
         try:
             counts = groups.result()
@@ -176,9 +177,15 @@ def _planned(inputs: Sequence[str], column: str, left_out: str | None) -> Iterat
 
 
 def outputs_in(folder: ObjectFolder) -> set[bytes]:
-    """Return the outputs that exist, as digests. Raises OSError."""
-    found = (_OUTPUT_NAME.fullmatch(stored.name) for stored in folder.list())
+    """Return the outputs that exist and are not empty, as digests. Raises OSError."""
+    found = (_OUTPUT_NAME.fullmatch(stored.name) for stored in folder.list() if stored.bytes)
     return {bytes.fromhex(name[1]) for name in found if name}
+
+
+def is_whole(folder: ObjectFolder, output: str, shard: Shard) -> bool:
+    """Return whether an output that exists is of this shard. Reads its end. Raises OSError."""
+    with folder.open(output, folder.about(output)) as file:
+        return holds_shard(file, output, shard.rows)
 
 
 def digest_of(output: str) -> bytes:
@@ -186,6 +193,8 @@ def digest_of(output: str) -> bytes:
     return bytes.fromhex(output.partition(".")[0])
 
 
+_Item = TypeVar("_Item")
+_Read = TypeVar("_Read")
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it
 
 
@@ -253,13 +262,15 @@ def _listed(given: str) -> Iterator[_File]:
             yield url, stored
 
 
-def _read_ahead(files: Iterable[_File], column: str) -> Iterator[tuple[_File, Future[Sequence[int]]]]:
-    """Yield each file with the numbers of rows of its row groups, which are read ahead."""
-    waiting: deque[tuple[_File, Future[Sequence[int]]]] = deque()
+def read_ahead(
+    items: Iterable[_Item], read: Callable[[_Item], _Read]
+) -> Iterator[tuple[_Item, Future[_Read]]]:
+    """Yield each item with what is read of it, on threads and ahead."""
+    waiting: deque[tuple[_Item, Future[_Read]]] = deque()
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="footers") as pool:
         try:
-            for file in files:
-                waiting.append((file, pool.submit(_group_rows, *file, column)))
+            for item in items:
+                waiting.append((item, pool.submit(read, item)))
                 if len(waiting) > _FOOTERS_AT_ONCE:
                     yield waiting.popleft()
             while waiting:
@@ -268,7 +279,8 @@ def _read_ahead(files: Iterable[_File], column: str) -> Iterator[tuple[_File, Fu
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _group_rows(folder: str, stored: StoredObject, column: str) -> Sequence[int]:
+def _group_rows(column: str, file_of_input: _File) -> Sequence[int]:
+    folder, stored = file_of_input
     opened = ObjectFolder(folder, "input")
     with opened.open(stored.name, stored) as file:
         return list(ParquetRows(file, opened.url_of(stored.name), column).group_rows)
