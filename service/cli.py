@@ -7,6 +7,7 @@ import service.ending  # noqa: F401 # isort: skip - before anything that loads t
 import gc
 import importlib
 from collections import UserDict
+from collections.abc import Mapping
 from typing import IO, Any
 
 import click
@@ -51,6 +52,15 @@ _COMMANDS = {
 }
 
 
+# For commands that keep what they have done, what is said after Ctrl+C.
+_TO_CONTINUE = {
+    **dict.fromkeys(
+        ("build", "classify", "embed", "push", "renew", "tune"), "; run the same command again to continue"
+    ),
+    "calibrate": "; with --segments, run the same command again to continue",
+}
+
+
 class _OneLine(click.ClickException):
     exit_code = 2
 
@@ -58,8 +68,14 @@ class _OneLine(click.ClickException):
         click.echo(f"attncache: {self.format_message()}", file=file, err=True)
 
 
+class _Stopped(_OneLine):
+    exit_code = 1  # as click ends a program that Ctrl+C stopped
+
+
 class OneLineErrors(click.Group):
-    """A group that shows the errors of its commands, and click's own errors, in one line."""
+    """A group that shows the errors of its commands, click's own errors and Ctrl+C in one line."""
+
+    to_continue: Mapping[str, str] = {}
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
@@ -73,9 +89,13 @@ class OneLineErrors(click.Group):
             raise
         except click.UsageError as error:
             raise _OneLine(error.format_message()) from error
+        except KeyboardInterrupt as stop:
+            raise _Stopped(f"stopped{self.to_continue.get(ctx.invoked_subcommand or '', '')}") from stop
 
 
 class _Main(OneLineErrors):
+    to_continue = _TO_CONTINUE
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (line, _) in _COMMANDS.items()])

@@ -33,7 +33,7 @@ class Chunk:
     texts: list[str]
     numbers: list[int]  # of the rows, as Rows.place takes them
     done: Done  # with this chunk
-    share: float  # of the file that is read with this chunk
+    share: float | None  # of the file that is read with this chunk, as Rows.share
     rows: Rows
 
     def place_of(self, text: str) -> str:

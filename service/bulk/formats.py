@@ -20,7 +20,10 @@ from attncache_core import InvalidInput
 
 EMBEDDING_FORMATS = ("npy", "parquet")
 CLASS_FORMATS = ("jsonl", "tsv", "parquet")
+# What pyarrow raises for a damaged file. An error of the storage is an OSError with a number.
+PYARROWS = (OSError, ValueError, NotImplementedError)
 _NUMBERS_AT_ONCE = 2**22
+_NAME = b"attncache.name"
 
 
 def check_output(output: Path, formats: Sequence[str]) -> None:
@@ -56,11 +59,28 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
         raise
 
 
-def as_parquet(numbers: np.ndarray, labels: Sequence[str]) -> bytes:
-    """Return a Parquet file of numbers, float32 [rows, width]. labels: of the columns, if they have any."""
+def as_parquet(numbers: np.ndarray, labels: Sequence[str], name: str) -> bytes:
+    """Return a Parquet file of numbers, float32 [rows, width], which holds its own name.
+
+    labels: of the columns, if they have any.
+    """
     file = io.BytesIO()
-    _WRITERS[".parquet", bool(labels)](file, numbers, labels)
+    _parquet(file, numbers, labels, name)
     return file.getvalue()
+
+
+def holds_shard(file: IO[bytes], name: str, rows: int) -> bool:
+    """Return whether a file of `as_parquet` has this name and so many rows. Reads its end. Raises OSError.
+
+    A file without a name was written before names were, so only its rows are compared.
+    """
+    try:
+        metadata = pyarrow_parquet().read_metadata(file)
+    except PYARROWS as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the storage
+        return False
+    return metadata.num_rows == rows and (metadata.metadata or {}).get(_NAME, name.encode()) == name.encode()
 
 
 def pyarrow_parquet() -> Any:
@@ -115,19 +135,23 @@ def _tsv(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
             file.write("\t".join(row).encode() + b"\n")
 
 
-def _embeddings_parquet(file: IO[bytes], numbers: np.ndarray, _: Sequence[str]) -> None:
+_Columns = Callable[[np.ndarray], list[Any]]  # rows -> columns, as pyarrow's arrays
+
+
+def _of_embeddings(width: int) -> tuple[Any, _Columns]:
+    """Return the schema of embeddings, and what makes its columns."""
     import pyarrow
 
-    width = numbers.shape[1]
     kind = pyarrow.list_(pyarrow.float32(), width)
 
     def columns(part: np.ndarray) -> list[Any]:
         return [pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(part.reshape(-1)), width)]
 
-    _parquet(file, numbers, pyarrow.schema([("embedding", kind)]), columns)
+    return pyarrow.schema([("embedding", kind)]), columns
 
 
-def _classes_parquet(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
+def _of_classes(labels: Sequence[str]) -> tuple[Any, _Columns]:
+    """Return the schema of classes, and what makes its columns."""
     import pyarrow
 
     score = pyarrow.float32()
@@ -140,16 +164,17 @@ def _classes_parquet(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]
         scored = pyarrow.StructArray.from_arrays(of_labels, fields=list(scores))
         return [pyarrow.array(best), pyarrow.array(part.max(axis=1)), scored]
 
-    _parquet(file, numbers, schema, columns)
+    return schema, columns
 
 
-def _parquet(
-    file: IO[bytes], numbers: np.ndarray, schema: Any, columns: Callable[[np.ndarray], list[Any]]
-) -> None:
+def _parquet(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str], name: str | None = None) -> None:
     """Write one row group per part."""
     import pyarrow
 
+    schema, columns = _of_classes(labels) if labels else _of_embeddings(numbers.shape[1])
     with pyarrow_parquet().ParquetWriter(file, schema) as writer:
+        if name is not None:
+            writer.add_key_value_metadata({_NAME: name.encode()})
         for part in _parts(numbers):
             writer.write_batch(pyarrow.record_batch(columns(part), schema=schema), row_group_size=len(part))
 
@@ -157,8 +182,8 @@ def _parquet(
 _Writer = Callable[[IO[bytes], np.ndarray, Sequence[str]], None]
 # (ending, whether the numbers are scores of labels) -> writer
 _WRITERS: dict[tuple[str, bool], _Writer] = {
-    (".parquet", False): _embeddings_parquet,
-    (".parquet", True): _classes_parquet,
+    (".parquet", False): _parquet,
+    (".parquet", True): _parquet,
     (".jsonl", True): _jsonl,
     (".tsv", True): _tsv,
 }

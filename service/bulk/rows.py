@@ -21,12 +21,10 @@ from attncache_core.corpus.tables import (
     require_one_column,
     require_text,
 )
-from service.bulk.formats import pyarrow_parquet
+from service.bulk.formats import PYARROWS, pyarrow_parquet
 
 INPUT_FORMATS = (*FORMATS, "parquet")
 _ROWS_AT_ONCE = 1024
-# What pyarrow raises for a damaged file.
-_PYARROWS = (OSError, ValueError, NotImplementedError)
 
 
 class Rows(Protocol):
@@ -39,8 +37,8 @@ class Rows(Protocol):
         """Return where a row is, for errors."""
 
     @property
-    def share(self) -> float:
-        """The share of the file that was read, from 0 to 1."""
+    def share(self) -> float | None:
+        """The share of the file that was read, from 0 to 1; None: not known, because it is a pipe."""
 
 
 @contextmanager
@@ -50,7 +48,10 @@ def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterat
     file_format: one of INPUT_FORMATS; None: the ending of the name. Raises InvalidInput if the file cannot be
     read or has no such column; iterating raises InvalidInput for a row without a text.
     """
-    known = format_of(str(path), file_format, INPUT_FORMATS)
+    try:
+        known = format_of(str(path), file_format, INPUT_FORMATS)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}, or give --format", field="input") from error
     try:
         file = path.open("rb") if known == "parquet" else path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
@@ -58,6 +59,11 @@ def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterat
     with file:
         if isinstance(file, io.TextIOWrapper):
             yield _LineRows(file, path, column, known)
+        elif not file.seekable():
+            raise InvalidInput(
+                f"{path} is a pipe, and a Parquet file is read from its end; give --input a file",
+                field="input",
+            )
         else:
             yield ParquetRows(file, path, column)
 
@@ -78,8 +84,8 @@ class _LineRows:
         return f"{self._path}, line {number}"
 
     @property
-    def share(self) -> float:
-        return min(1.0, self._binary.tell() / self._bytes)
+    def share(self) -> float | None:
+        return min(1.0, self._binary.tell() / self._bytes) if self._file.seekable() else None
 
 
 class ParquetRows:
@@ -105,7 +111,7 @@ class ParquetRows:
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
             self._file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-        except _PYARROWS as error:
+        except PYARROWS as error:
             self._raise_of_storage(error)
             raise InvalidInput(f"{path} is not a Parquet file, or is damaged", field="input") from error
         require_one_column(path, column, self._file.schema_arrow.names)
@@ -136,7 +142,7 @@ class ParquetRows:
                 f"{self.place(self._read + 1)}: the text is not UTF-8; write the file again in UTF-8",
                 field="input",
             ) from error
-        except _PYARROWS as error:
+        except PYARROWS as error:
             self._raise_of_storage(error)
             raise InvalidInput(
                 f"{self.place(self._read + 1)} cannot be read; the file is damaged, so write it again",

@@ -12,7 +12,7 @@ from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import open_rows
-from service.bulk.spool import open_spool, partial, remove_spool
+from service.bulk.spool import open_spool, partial, progress, remove_spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,16 @@ class Files:
     output: Path
 
 
+def check_apart(files: Files) -> None:
+    """Raise InvalidInput if the run would write to its input."""
+    for written in (files.output, partial(files.output), progress(files.output)):
+        if written.exists() and files.source.exists() and written.samefile(files.source):
+            raise InvalidInput(
+                f"--output {files.output} would write to {written}, which is the input; choose another name",
+                field="output",
+            )
+
+
 class Stopped(Exception):
     """The run was stopped by Ctrl+C. The message says how to continue."""
 
@@ -35,12 +45,12 @@ def run(
     files: Files,
     batch_tokens: int,
     begun_with: Mapping[str, Any],
-    report: Callable[[int, float], None],
+    report: Callable[[int, float | None], None],
 ) -> int:
     """Compute all texts of a file and write the output. Returns the number of rows.
 
     begun_with: options that must not change while the output is unfinished. report: called with the rows that
-    are saved and the share of the file, after each chunk.
+    are saved and the share of the file, if it is known, after each chunk.
     Raises InvalidInput for a bad row, an unfinished output of other options or another input, NotFinite,
     OSError and Stopped. All of them leave what was saved, and their messages say how to continue.
     """

@@ -23,9 +23,10 @@ from service.bulk.shards import (
     ShardWorker,
     as_line,
     digest_of,
+    is_whole,
     options_digest,
     outputs_in,
-    plan,
+    read_ahead,
 )
 from service.bulk.spool import begun_otherwise
 from service.objects import Changed, ObjectFolder
@@ -96,17 +97,16 @@ class Counts:
 
 def run_shards(
     workers: Workers,
-    inputs: Iterable[str],
-    column: str,
+    plan: Iterable[Shard | Failure],
     output: str,
     part: Part,
     report: Callable[[Counts], None],
 ) -> Counts:
     """Compute the shards that the output does not have, and write what failed, and the manifest.
 
-    report: called after each shard. Raises InvalidInput if the output was begun with other options, if there
-    is no input and no row in it, or if the workers have written elsewhere, and OSError if the output cannot
-    be written.
+    plan: of the inputs, as shards.plan returns it. report: called after each shard. Raises InvalidInput if
+    the output was begun with other options, or if the workers have written elsewhere, what the plan raises,
+    and OSError if the output cannot be written.
     """
     folder = ObjectFolder(output, "output", writes=True)
     options = dict(workers.options())
@@ -114,7 +114,7 @@ def run_shards(
     counts = Counts()
     failures: list[Failure] = []
     with tempfile.TemporaryFile() as planned:
-        due = _due(plan(inputs, column, folder), folder, options, part, planned, counts, failures)
+        due = _due(plan, folder, options, part, planned, counts, failures)
         for (shard, _), reason in workers.computed(due):
             if reason is None:
                 counts.computed += 1
@@ -159,23 +159,25 @@ def _due(
 ) -> Iterator[Due]:
     """Yield the shards of a part that are not done. Notes all shards in `planned`, for the manifest."""
     done, digest = outputs_in(folder), options_digest(options)
-    is_empty = True
-    for shard in plan:
-        is_empty = False
+
+    def is_done(shard: Shard | Failure) -> bool:
+        if isinstance(shard, Failure):
+            return False
+        name = digest_of(output := shard.output(digest))
+        return name in done and part.holds(name) and is_whole(folder, output, shard)
+
+    for shard, found in read_ahead(plan, is_done):
         if isinstance(shard, Failure):
             failures.append(shard)
             continue
         output = shard.output(digest)
         planned.write(as_line(shard, output=output))
-        name = digest_of(output)
-        if not part.holds(name):
+        if not part.holds(digest_of(output)):
             continue
-        if name in done:
+        if found.result():
             counts.done_before += 1
         else:
             yield shard, output
-    if is_empty:
-        raise InvalidInput("no row in the files of the input", field="input")
 
 
 def _close(folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes]) -> bool:

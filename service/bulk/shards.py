@@ -3,8 +3,8 @@
     inputs (URLs, folders)  ->  files, with their ETags  ->  shards: some rows of one row group
     shard  ->  the texts  ->  Computing  ->  OUTPUT/<digest of the shard and of the options>.parquet
 
-The name of an output says what it was made from, so what exists is done, whoever has made it. Shards are
-planned one by one, so their number has no limit.
+The name of an output says what it was made from, and the output holds its name, so what exists and is whole
+is done, whoever has made it. Shards are planned one by one, so their number has no limit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -25,7 +27,7 @@ import orjson
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
-from service.bulk.formats import as_parquet, check_labels
+from service.bulk.formats import as_parquet, check_labels, holds_shard
 from service.bulk.rows import ParquetRows
 from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
@@ -124,18 +126,41 @@ class ShardWorker:
                 for _, computed in computing.computed(ChunkReader(part).chunks()):
                     numbers[done : done + len(computed)] = computed
                     done += len(computed)
-        self._output.put(output, as_parquet(numbers, self._task.labels))
+        self._output.put(output, as_parquet(numbers, self._task.labels, output))
 
 
-def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None) -> Iterator[Shard | Failure]:
-    """Yield the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
+def check_input(given: str) -> None:
+    """Raise InvalidInput if an input is a path, and neither a .parquet file nor in a folder that exists."""
+    if is_url(given):
+        return
+    base = Path(_split(given)[0])
+    if base.is_file():
+        raise InvalidInput(f"input: {given} is not a .parquet file; give it by --input", field="input")
+    if not base.is_dir():
+        raise InvalidInput(f"input: there is no file or folder {base}; correct the path", field="input")
 
-    inputs: URLs or paths of files and folders; a name may hold *. output: the files in it are left out, so
-    it may be below an input. Raises InvalidInput if there is no file, or if the first file that can be read
-    has no such column, and OSError if a folder cannot be listed.
+
+def plan(inputs: Sequence[str], column: str, output: str | None = None) -> Iterator[Shard | Failure]:
+    """Return the shards of all inputs, and files that cannot be read. The order depends on the inputs alone.
+
+    inputs: URLs or paths of files and folders; a name may hold *. output: URL of a folder, whose files are
+    left out, so it may be below an input. Before anything is returned, raises InvalidInput if an input has
+    no file, if there is no row, or if the first file that can be read has no such column, and OSError if a
+    folder cannot be listed.
     """
+    left_out = None if output is None else joined(without_secrets(output), "")
+    for given in inputs:
+        next(_files_of(given, left_out))
+    planned = _planned(inputs, column, left_out)
+    first = next(planned, None)
+    if first is None:
+        raise InvalidInput("no row in the files of the input", field="input")
+    return chain([first], planned)
+
+
+def _planned(inputs: Sequence[str], column: str, left_out: str | None) -> Iterator[Shard | Failure]:
     planned = False
-    for file, groups in _read_ahead(_files(inputs, output), column):
+    for file, groups in read_ahead(_files(inputs, left_out), partial(_group_rows, column)):
         folder, stored = file
         try:
             counts = groups.result()
@@ -152,9 +177,15 @@ def plan(inputs: Iterable[str], column: str, output: ObjectFolder | None = None)
 
 
 def outputs_in(folder: ObjectFolder) -> set[bytes]:
-    """Return the outputs that exist, as digests. Raises OSError."""
-    found = (_OUTPUT_NAME.fullmatch(stored.name) for stored in folder.list())
+    """Return the outputs that exist and are not empty, as digests. Raises OSError."""
+    found = (_OUTPUT_NAME.fullmatch(stored.name) for stored in folder.list() if stored.bytes)
     return {bytes.fromhex(name[1]) for name in found if name}
+
+
+def is_whole(folder: ObjectFolder, output: str, shard: Shard) -> bool:
+    """Return whether an output that exists is of this shard. Reads its end. Raises OSError."""
+    with folder.open(output, folder.about(output)) as file:
+        return holds_shard(file, output, shard.rows)
 
 
 def digest_of(output: str) -> bytes:
@@ -162,42 +193,60 @@ def digest_of(output: str) -> bytes:
     return bytes.fromhex(output.partition(".")[0])
 
 
+_Item = TypeVar("_Item")
+_Read = TypeVar("_Read")
 _File = tuple[str, StoredObject]  # the URL of the folder, and the object below it
 
 
-def _files(inputs: Iterable[str], output: ObjectFolder | None) -> Iterator[_File]:
-    """Yield the files of all inputs, each once, also if several inputs name it. Leaves the output's out."""
+def _files(inputs: Iterable[str], left_out: str | None) -> Iterator[_File]:
+    """Yield the files of all inputs, each once, also if several inputs name it."""
     yielded: set[bytes] = set()  # digests, because there may be a million of files
-    left_out = None if output is None else output.url_of("")
     for given in inputs:
-        found = False
-        for folder, stored in _files_of(given):
+        for folder, stored in _files_of(given, left_out):
             file = joined(without_secrets(folder), stored.name)
-            if left_out is not None and file.startswith(left_out):
-                continue
-            found = True
-            if not stored.etag:
-                raise InvalidInput(
-                    f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object "
-                    "store",
-                    field="input",
-                )
             digest = hashlib.blake2b(file.encode(), digest_size=16).digest()
             if digest not in yielded:
                 yielded.add(digest)
                 yield folder, stored
-        if not found:
-            shown = without_secrets(given) if is_url(given) else given
-            raise InvalidInput(f"there is no .parquet file in {shown}", field="input")
 
 
-def _files_of(given: str) -> Iterator[_File]:
-    path, _, query = given.partition("?") if is_url(given) else (given, "", "")
+def _files_of(given: str, left_out: str | None) -> Iterator[_File]:
+    """Yield the files of an input that are not in the output. Raises InvalidInput if there is none."""
+    shown = without_secrets(given) if is_url(given) else given
+    has_files = found = False
+    for folder, stored in _listed(given):
+        has_files = True
+        file = joined(without_secrets(folder), stored.name)
+        if left_out is not None and file.startswith(left_out):
+            continue
+        found = True
+        if not stored.etag:
+            raise InvalidInput(
+                f"{file} has no ETag, so a change is not seen; copy it to a local folder or an object store",
+                field="input",
+            )
+        yield folder, stored
+    if has_files and not found:
+        raise InvalidInput(
+            f"output: all .parquet files of the input {shown} are in this folder, whose files are no inputs; "
+            "choose another folder",
+            field="output",
+        )
+    if not found:
+        raise InvalidInput(f"there is no .parquet file in {shown}; correct the path", field="input")
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the folder of an input, and the pattern of its names."""
     if "*" in path or path.endswith(".parquet"):
         base = path.partition("*")[0].rpartition("/")[0] or "."
-        pattern = path.removeprefix(f"{base}/")
-    else:
-        base, pattern = path.rstrip("/"), "*.parquet"
+        return base, path.removeprefix(f"{base}/")
+    return path.rstrip("/"), "*.parquet"
+
+
+def _listed(given: str) -> Iterator[_File]:
+    path, _, query = given.partition("?") if is_url(given) else (given, "", "")
+    base, pattern = _split(path)
     folder = ObjectFolder(f"{base}?{query}" if query else base, "input")
     # A local folder is absolute, because other processes may run elsewhere.
     url = folder.url if folder.is_local else f"{base}?{query}"
@@ -213,13 +262,15 @@ def _files_of(given: str) -> Iterator[_File]:
             yield url, stored
 
 
-def _read_ahead(files: Iterable[_File], column: str) -> Iterator[tuple[_File, Future[Sequence[int]]]]:
-    """Yield each file with the numbers of rows of its row groups, which are read ahead."""
-    waiting: deque[tuple[_File, Future[Sequence[int]]]] = deque()
+def read_ahead(
+    items: Iterable[_Item], read: Callable[[_Item], _Read]
+) -> Iterator[tuple[_Item, Future[_Read]]]:
+    """Yield each item with what is read of it, on threads and ahead."""
+    waiting: deque[tuple[_Item, Future[_Read]]] = deque()
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="footers") as pool:
         try:
-            for file in files:
-                waiting.append((file, pool.submit(_group_rows, *file, column)))
+            for item in items:
+                waiting.append((item, pool.submit(read, item)))
                 if len(waiting) > _FOOTERS_AT_ONCE:
                     yield waiting.popleft()
             while waiting:
@@ -228,7 +279,8 @@ def _read_ahead(files: Iterable[_File], column: str) -> Iterator[tuple[_File, Fu
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _group_rows(folder: str, stored: StoredObject, column: str) -> Sequence[int]:
+def _group_rows(column: str, file_of_input: _File) -> Sequence[int]:
+    folder, stored = file_of_input
     opened = ObjectFolder(folder, "input")
     with opened.open(stored.name, stored) as file:
         return list(ParquetRows(file, opened.url_of(stored.name), column).group_rows)

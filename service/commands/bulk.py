@@ -23,9 +23,9 @@ from service.bulk.cluster import ray_workers
 from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
-from service.bulk.run import Files, Stopped, run
+from service.bulk.run import Files, Stopped, check_apart, run
 from service.bulk.sharded import OneWorker, Part, Workers, run_shards
-from service.bulk.shards import ShardWorker, Work
+from service.bulk.shards import ShardWorker, Work, check_input, plan
 from service.commands.options import (
     Command,
     device_option,
@@ -81,8 +81,10 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
                 return
             if shard or ray:
                 raise InvalidInput("--shard and --ray are for INPUTS without --input", field="shard")
-            check_output(Path(output), formats)
-            command(files=Files(source, column, file_format, Path(output)), **values)
+            files = Files(source, column, file_format, Path(output))
+            check_apart(files)
+            check_output(files.output, formats)
+            command(files=files, **values)
 
         described: Command = with_files
         for option in (
@@ -126,7 +128,8 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
                 type=click.Path(path_type=Path),
                 help="Texts: a .txt (one per line), .tsv, .csv, .jsonl or .parquet file.",
             ),
-            click.argument("inputs", nargs=-1),
+            # Eager, because a text file without --input is named before a missing --output.
+            click.argument("inputs", nargs=-1, callback=_checked, is_eager=True),
         ):
             described = option(described)
         return described
@@ -143,6 +146,12 @@ class Shards:
     output: str
     part: Part
     ray: str | None
+
+
+def _checked(_context: click.Context, _argument: click.Parameter, inputs: tuple[str, ...]) -> tuple[str, ...]:
+    for given in inputs:
+        check_input(given)
+    return inputs
 
 
 def _part(value: str) -> Part:
@@ -278,6 +287,8 @@ def _run_shards(
     output = files.output if is_url(files.output) else Path(files.output).absolute().as_uri()
     work = Work(load, files.column, batch_tokens, output, {"command": stage, **options})
     try:
+        # Before the workers, which make the folder of the output.
+        planned = plan(files.inputs, files.column, output)
         with ExitStack() as stack:
             workers: Workers = (
                 stack.enter_context(ray_workers(files.ray, work, threads))
@@ -285,7 +296,7 @@ def _run_shards(
                 else OneWorker(ShardWorker(work, threads))
             )
             report = shown_shards(stage)
-            counts = run_shards(workers, files.inputs, files.column, output, files.part, report)
+            counts = run_shards(workers, planned, output, files.part, report)
     except KeyboardInterrupt:
         click.echo("attncache: stopped; run the same command again to continue", err=True)
         sys.exit(_INTERRUPTED)

@@ -46,11 +46,16 @@ def shown_progress() -> Iterator[Report]:
 
 
 @contextmanager
-def shown_share(stage: str) -> Iterator[Callable[[int, float], None]]:
-    """Yield a callable that shows how many rows are done and which share of a file they are, on stderr."""
+def shown_share(stage: str) -> Iterator[Callable[[int, float | None], None]]:
+    """Yield a callable that shows how many rows are done and which share of a file they are, on stderr.
+
+    A share of None is not shown.
+    """
     if not sys.stderr.isatty():
         line = _Lines()
-        yield lambda rows, share: line.show(f"{stage}: {rows} rows, {share:.0%}")
+        yield lambda rows, share: line.show(
+            f"{stage}: {rows} rows" + ("" if share is None else f", {share:.0%}")
+        )
         return
     counted = TextColumn("{task.fields[rows]:,} rows")
     columns = (BarColumn(), TaskProgressColumn(), counted, TimeElapsedColumn(), TimeRemainingColumn())

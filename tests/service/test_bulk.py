@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import sys
+import threading
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -99,6 +100,40 @@ def test_embeddings_are_in_the_order_of_the_input(tiny_checkpoint, tmp_path, tex
     assert numbers.dtype == np.float32
     np.testing.assert_allclose(numbers, expected, atol=1e-5)
     assert left_files(tmp_path) == ["out.npy"]
+
+
+def through_a_pipe(path, content, *arguments):
+    """Run a command while a named pipe gives this content."""
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(content,))
+    writer.start()
+    try:
+        return run(*arguments)
+    finally:
+        writer.join()
+        path.unlink()
+
+
+def test_pipe_is_an_input_and_its_run_continues(tiny_checkpoint, tmp_path, source, expected, monkeypatch):
+    pipe, output = tmp_path / "texts-pipe", tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, pipe, output, "--format", "txt")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch, KeyboardInterrupt())
+        one_line(through_a_pipe(pipe, source.read_bytes(), *arguments), "16 rows are saved", code=130)
+    ended = through_a_pipe(pipe, source.read_bytes(), *arguments)
+    succeeded(ended)
+    assert "embedding texts: 24 rows\n" in ended.stderr
+    np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
+
+
+def test_pipe_without_a_format_or_of_parquet_is_refused(tiny_checkpoint, tmp_path):
+    pytest.importorskip("pyarrow")
+    pipe, output = tmp_path / "pipe", tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, pipe, output)
+    one_line(run(*arguments), f"{pipe} has a format that is not known", "or give --format")
+    ended = through_a_pipe(pipe, b"", *arguments, "--format", "parquet")
+    one_line(ended, f"{pipe} is a pipe, and a Parquet file is read from its end; give --input a file")
+    assert not list(tmp_path.iterdir())
 
 
 def test_embeddings_as_parquet_and_with_fewer_dimensions(
@@ -485,6 +520,20 @@ def test_damaged_and_foreign_files_are_refused(tiny_checkpoint, tmp_path, source
     numbers.unlink()
     succeeded(run(*arguments))
     one_line(run(*arguments), f"{output} exists; remove the file or choose another name")
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.npy.partial", "out.npy.progress"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_output_that_would_write_to_the_input_is_refused(tiny_checkpoint, tmp_path, source, name, is_link):
+    content, written = source.read_bytes(), tmp_path / name
+    if is_link:
+        written.symlink_to(source)
+    else:
+        source = source.rename(written)
+    arguments = embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy", "--format", "txt")
+    one_line(run(*arguments), f"would write to {written}, which is the input; choose another name")
+    assert source.read_bytes() == content
+    assert left_files(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import socket
 import subprocess
 import sys
 
+import click
 import pytest
 from command_line import assert_one_line, run
 
@@ -93,6 +94,30 @@ def test_help_shows_no_removed_option_no_former_name_and_no_baseline(command, hi
     text = run(command, "--help").stdout
     for option in hidden:
         assert option not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "to_continue"),
+    [
+        ("build", "; run the same command again to continue"),
+        ("calibrate", "; with --segments, run the same command again to continue"),
+        ("classify", "; run the same command again to continue"),
+        ("embed", "; run the same command again to continue"),
+        ("evaluate", ""),
+        ("fit-classifier", ""),
+        ("renew", "; run the same command again to continue"),
+    ],
+)
+def test_ctrl_c_is_one_line_that_says_whether_the_command_continues(monkeypatch, command, to_continue):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    stopped = main.commands[command]
+    monkeypatch.setattr(stopped, "invoke", interrupted)
+    monkeypatch.setattr(stopped, "make_context", lambda *_, **__: click.Context(stopped))
+    ended = run(command)
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr == f"attncache: stopped{to_continue}\n"
 
 
 def test_address_in_use_is_one_line():

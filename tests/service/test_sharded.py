@@ -89,11 +89,36 @@ def test_shards_are_every_row_once_in_any_part_and_any_store(
             store.objects[f"/bucket/in/{path.name}"] = path.read_bytes()
         succeeded(embed(tiny_checkpoint, (store.s3 % "in").replace("in?", "in/*.parquet?"), store.s3 % "out"))
         stored = {name: content for name, content in store.objects.items() if name.endswith(".parquet")}
-        outputs = sorted(content for name, content in stored.items() if "/out/" in name)
-        assert outputs == sorted(path.read_bytes() for path in output.glob("*.parquet"))
         manifest = store.objects["/bucket/out/manifest.json"]
         assert b"endpoint" not in manifest
-        assert len(json.loads(manifest)["shards"]) == 15
+        made = json.loads(manifest)["shards"]
+        ours = json.loads((output / "manifest.json").read_bytes())["shards"]
+        assert len(made) == 15
+        for shard, our in zip(made, ours, strict=True):
+            # Files hold their names, which differ, so they are compared as tables.
+            table = parquet.read_table(pyarrow.BufferReader(stored[f"/bucket/out/{shard['output']}"]))
+            assert table == parquet.read_table(output / our["output"])
+
+
+def test_output_that_is_not_whole_or_of_another_shard_is_computed_again(tiny_checkpoint, folder, tmp_path):
+    output = tmp_path / "out"
+    succeeded(embed(tiny_checkpoint, folder, output))
+    expected = bytes_of(output)
+    made = json.loads(expected[MANIFEST])["shards"]
+    first, second, third, short, *_ = (output / shard["output"] for shard in made)
+    assert [shard["rows"] for shard in made[:4]] == [8, 8, 4, 8]
+    first.write_bytes(b"")
+    second.write_bytes(expected[short.name])  # of another shard with as many rows
+    third.write_bytes(expected[third.name][:-50])
+    short.write_bytes(b"PAR1")
+    # Of runs before names were written, which are known by their rows: right ones, and too few.
+    unnamed, fewer = (output / shard["output"] for shard in made[5:7])
+    for path, rows in ((unnamed, 8), (fewer, 7)):
+        table = parquet.read_table(path).replace_schema_metadata(None)
+        parquet.write_table(table[:rows], path)
+    kept = unnamed.read_bytes()
+    assert "5 shards computed (36 rows), 10 were there" in succeeded(embed(tiny_checkpoint, folder, output))
+    assert bytes_of(output) == {**expected, unnamed.name: kept}
 
 
 def test_output_below_an_input_is_no_input(tiny_checkpoint, folder, tmp_path):
@@ -187,9 +212,26 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     output = tmp_path / "out"
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty/0.parquet", [], rows=1)
-    for inputs, word in ((tmp_path / "nowhere", "cannot be opened"), (folder / "x*", "no .parquet file")):
-        assert word in embed(tiny_checkpoint, inputs, output).stderr
+    (tmp_path / "texts.txt").write_text("a card\n", encoding="utf-8")
+    for inputs, word in (
+        (tmp_path / "nowhere", f"input: there is no file or folder {tmp_path / 'nowhere'}"),
+        (tmp_path / "nowhere/*.parquet", f"input: there is no file or folder {tmp_path / 'nowhere'}"),
+        (folder / "x*", f"there is no .parquet file in {folder / 'x*'}; correct the path"),
+        (folder / "x.parquet", "x.parquet: it is not there"),
+        (tmp_path / "texts.txt", "texts.txt is not a .parquet file; give it by --input"),
+    ):
+        for all_inputs in ((inputs,), (folder, inputs)):  # nothing is computed of the good one
+            assert word in embed(tiny_checkpoint, all_inputs[0], output, *all_inputs[1:]).stderr
+            assert not output.exists()
     assert "no row" in embed(tiny_checkpoint, tmp_path / "empty", output).stderr
+    without_output = run("embed", *model_arguments(tiny_checkpoint), tmp_path / "texts.txt")
+    assert "texts.txt is not a .parquet file; give it by --input" in without_output.stderr
+    assert embed(tiny_checkpoint, folder, output, "--column", "body").exit_code == 2
+    assert not output.exists()
+    ended = embed(tiny_checkpoint, folder, folder)
+    assert f"output: all .parquet files of the input {folder} are in this folder" in ended.stderr
+    assert "choose another folder" in ended.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["0.parquet", "1.parquet", "2.parquet"]
     with object_store() as store:
         store.objects["/bucket/0.parquet"] = (folder / "0.parquet").read_bytes()
         succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
