@@ -89,7 +89,8 @@ INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 
 // Write weights = exp(scale (score - row's largest score)) for columns from .. to - 1, and 0 for the other
 // columns, in the number format of the product with V. Return the sum of the weights, which is NaN if a score
-// is NaN or the largest score is infinite.
+// is NaN or the largest score is infinite. Only the first and the last vector of columns may lie entirely
+// outside from .. to - 1, because the rows of a tile are adjacent, or several vectors on the tiles of AMX.
 INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, float scale, char *weights) {
     const int start = from / LANES * LANES, last = (to - 1) / LANES * LANES;
     const words behind = ~lanes_below(from - start), before = lanes_below(to - last);
@@ -103,8 +104,13 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     }
     const float largest = largest_lane(most);
     floats sum = every(0);
-    for (int at = 0; at < start; at += LANES) NAME(store_weights)(weights, at, sum);
-    for (int at = last + LANES; at < columns; at += LANES) NAME(store_weights)(weights, at, sum);
+    if (COLUMNS_TOGETHER == LANES) {
+        NAME(store_weights)(weights, 0, sum);
+        NAME(store_weights)(weights, columns - LANES, sum);
+    } else {
+        for (int at = 0; at < start; at += LANES) NAME(store_weights)(weights, at, sum);
+        for (int at = last + LANES; at < columns; at += LANES) NAME(store_weights)(weights, at, sum);
+    }
     for (int at = start; at <= last; at += LANES) {
         floats weight = exponential((*(const floats *)(scores + at) - largest) * scale);
         if (at == start) weight = either(behind, weight, every(0));
@@ -231,6 +237,7 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
         const int token = NAME(token_of)(job, task, tile->row + r);
         const int from = band_start(job, token), to = band_end(job, token, length);
         char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
+        if (job->positions) memset(weights, 0, tile->left_bytes);  // the rows of the tile may be far apart
         const int start = from - tile->first, stop = to - tile->first;
         float *scores = task->scores + r * tile->columns;
         if (job->bias)
