@@ -21,7 +21,7 @@ from attncache_core import InvalidInput
 EMBEDDING_FORMATS = ("npy", "parquet")
 CLASS_FORMATS = ("jsonl", "tsv", "parquet")
 # What pyarrow raises for a damaged file. An error of the storage is an OSError with a number.
-PYARROWS = (OSError, ValueError, NotImplementedError)
+PYARROW_ERRORS = (OSError, ValueError, NotImplementedError)
 _NUMBERS_AT_ONCE = 2**22
 _NAME = b"attncache.name"
 
@@ -76,7 +76,7 @@ def holds_shard(file: IO[bytes], name: str, rows: int) -> bool:
     """
     try:
         metadata = pyarrow_parquet().read_metadata(file)
-    except PYARROWS as error:
+    except PYARROW_ERRORS as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the storage
         return False

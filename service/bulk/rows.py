@@ -21,7 +21,7 @@ from attncache_core.corpus.tables import (
     require_one_column,
     require_text,
 )
-from service.bulk.formats import PYARROWS, pyarrow_parquet
+from service.bulk.formats import PYARROW_ERRORS, pyarrow_parquet
 
 INPUT_FORMATS = (*FORMATS, "parquet")
 _ROWS_AT_ONCE = 1024
@@ -111,7 +111,7 @@ class ParquetRows:
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
             self._file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-        except PYARROWS as error:
+        except PYARROW_ERRORS as error:
             self._raise_of_storage(error)
             raise InvalidInput(f"{path} is not a Parquet file, or is damaged", field="input") from error
         require_one_column(path, column, self._file.schema_arrow.names)
@@ -142,7 +142,7 @@ class ParquetRows:
                 f"{self.place(self._read + 1)}: the text is not UTF-8; write the file again in UTF-8",
                 field="input",
             ) from error
-        except PYARROWS as error:
+        except PYARROW_ERRORS as error:
             self._raise_of_storage(error)
             raise InvalidInput(
                 f"{self.place(self._read + 1)} cannot be read; the file is damaged, so write it again",
