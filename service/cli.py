@@ -52,7 +52,7 @@ _COMMANDS = {
 }
 
 
-# For commands that keep what they have done, what is said after Ctrl+C.
+# What is said after Ctrl+C, for commands that keep what they have done.
 _TO_CONTINUE = {
     **dict.fromkeys(
         ("build", "classify", "embed", "push", "renew", "tune"), "; run the same command again to continue"

@@ -17,7 +17,7 @@
 // steps: of the product with V. Those of Q are whole tiles, because the width of its heads is a multiple of 32.
 #define BEGIN_TILES(rows, steps) shape_tiles(rows, (steps) % TILE_STEPS)
 #define END_TILES() _tile_release()
-// Columns begin at whole tiles of steps, so that which steps are summed together does not depend on the rows beside.
+// Columns begin at whole tiles of steps, so that the sums of a row do not depend on the rows beside it.
 #define COLUMNS_TOGETHER (2 * TILE_STEPS)
 #else
 #define BEGIN_TILES(rows, steps) (void)0

@@ -70,9 +70,9 @@ def as_parquet(numbers: np.ndarray, labels: Sequence[str], name: str) -> bytes:
 
 
 def holds_shard(file: IO[bytes], name: str, rows: int) -> bool:
-    """Return whether a file of `as_parquet` has this name and so many rows. Reads its end. Raises OSError.
+    """Return whether a file of `as_parquet` has this name and number of rows. Reads its end. Raises OSError.
 
-    A file without a name was written before names were, so only its rows are compared.
+    A file without a name is of an earlier version: only its number of rows is compared.
     """
     try:
         metadata = pyarrow_parquet().read_metadata(file)

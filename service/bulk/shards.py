@@ -265,7 +265,7 @@ def _listed(given: str) -> Iterator[_File]:
 def read_ahead(
     items: Iterable[_Item], read: Callable[[_Item], _Read]
 ) -> Iterator[tuple[_Item, Future[_Read]]]:
-    """Yield each item with what is read of it, on threads and ahead."""
+    """Yield each item with what `read` returns for it. Threads read ahead of the caller."""
     waiting: deque[tuple[_Item, Future[_Read]]] = deque()
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="footers") as pool:
         try:
