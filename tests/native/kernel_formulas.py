@@ -32,7 +32,8 @@ bands = st.one_of(st.just((None, None)), st.just((None, 0)), st.tuples(reaches, 
 
 def run_script(script: Path, *arguments: str) -> tuple[int, str]:
     """Run a Python script and return its exit status and standard error, without what an emulator adds."""
-    command = [sys.executable, str(script), *arguments]
+    # Since 3.12, Python warns of each fork of a process with threads.
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     told = ended.stderr.splitlines(keepends=True)
     return ended.returncode, "".join(line for line in told if not line.startswith("qemu: uncaught target"))
