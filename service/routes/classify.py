@@ -20,7 +20,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import answer, check_count, computed, label_logits
+from service.routes.common import answer, check_count, computed, json_list, label_logits
 from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest
@@ -49,8 +49,8 @@ async def scored(
             scores = await _by_tokens(call, serving, body, source, reuse)
         else:
             scores = await _by_output(call, serving, body, source, reuse)
-        rows = [_best_first(scores.labels, row) for row in scores.scores]
-        return answer(rows[0] if alone else rows, scores.result, call, source)
+        rows = (_best_first(scores.labels, row) for row in scores.scores)
+        return answer(next(rows) if alone else await json_list(rows), scores.result, call, source)
 
     if body.labels is not None and is_zero_shot(serving.engine, body):
         refuse_fields(body)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ SESSION_HEADER = "X-AttnCache-Session"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
 _TEXT = re.compile(r"inputs\[(\d+)\]")
+# Of a list that is written as JSON at a time. Other requests wait meanwhile.
+_PART_ROWS = 64
 _MAX_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 
 _WHAT_HAPPENED = {
@@ -263,6 +266,17 @@ def text_index(error: InvalidInput | NotFinite) -> int | None:
     """Return the index of the text that an error is about; None if it is about no single text."""
     found = _TEXT.fullmatch(error.field or "")
     return int(found[1]) if found else None
+
+
+async def json_list(rows: Iterable[Any]) -> orjson.Fragment:
+    """Return rows, made one after the other, as a JSON list. Other requests are served between its parts."""
+    remaining = iter(rows)
+    parts: list[bytes] = []
+    while part := list(islice(remaining, _PART_ROWS)):
+        if parts:
+            await asyncio.sleep(0)
+        parts.append(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1])
+    return orjson.Fragment(b"[" + b",".join(parts) + b"]")
 
 
 def answer(content: Any, result: PrefillResult, call: Call, source: Source | None = None) -> Answer:

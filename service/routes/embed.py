@@ -7,7 +7,7 @@ import numpy as np
 from attncache_core import Measure, PrefillEngine
 from service.batching.sources import Source, prompt_of
 from service.errors import NoEmbedding
-from service.routes.common import answer, computed
+from service.routes.common import answer, computed, json_list
 from service.routes.inputs import answered
 from service.schemas import EmbedRequest
 from service.state import Serving
@@ -34,7 +34,7 @@ async def embed(call: CurrentCall) -> Answer:
         embeddings = serving.engine.embeddings(
             result.outputs, normalize=body.normalize, dimensions=body.dimensions
         )
-        return answer(np.ascontiguousarray(embeddings), result, call, source)
+        return answer(await json_list(np.ascontiguousarray(embeddings)), result, call, source)
 
     return await answered(call, serving, body, compute)
 

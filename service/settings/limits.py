@@ -37,7 +37,7 @@ class Limits(Group):
         "a batch of its own.",
     )
     max_queue_sequences: int = Field(
-        2048, ge=1, description="Most texts that may wait. Further requests get status 429."
+        8192, ge=1, description="Most texts that may wait. Further requests get status 429."
     )
     max_queue_seconds: float = Field(
         1.0,
@@ -64,7 +64,7 @@ class Limits(Group):
         description="Most bytes of exact results that are kept, so that an equal text is not computed again; "
         "0 computes every text.",
     )
-    max_request_inputs: int = Field(256, ge=1, description="Most texts in one request.")
+    max_request_inputs: int = Field(1024, ge=1, description="Most texts in one request.")
     max_request_tokens: int = Field(
         2**19,
         ge=1,

@@ -1,10 +1,15 @@
+import asyncio
+import json
+
 import numpy as np
+import orjson
 import pytest
 from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, embedding_of, serving
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from service.routes.common import json_list
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +28,26 @@ async def test_each_text_gets_its_own_embedding_of_unit_length():
     np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
     np.testing.assert_allclose(one.json(), expected(["hello"]), rtol=1e-6)
     assert exact.json() == [embedding_of(list(map(ord, "aab"))).tolist()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
+async def test_rows_are_written_in_parts_between_which_others_are_served(count):
+    rows = np.random.default_rng(0).standard_normal((count, 3), dtype=np.float32)
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    serving_others = asyncio.ensure_future(others())
+    written = await json_list(row for row in rows)
+    serving_others.cancel()
+    np.testing.assert_array_equal(
+        np.array(json.loads(orjson.dumps(written)), np.float32).reshape(count, 3), rows
+    )
+    assert turns == max(0, count - 1) // 64
 
 
 @pytest.mark.parametrize("server", [True, False])

@@ -189,7 +189,7 @@ async def test_bad_body_of_classify_is_refused_with_the_field(content, param):
         (["a", NOT_FINITE], 500, "not_finite", "input[1]"),
         (["a", FAILING], 500, "internal_error", None),
         (["a", "long" * 20], 422, "context_length_exceeded", "input[1]"),
-        (["a"] * 257, 422, "too_many_inputs", "input"),
+        (["a"] * 1025, 422, "too_many_inputs", "input"),
     ],
     ids=["not finite", "failing", "too long", "too many"],
 )

@@ -275,7 +275,7 @@ BAD = {
         ({"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
         ({"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),
         ({"query": "a", "texts": ["a"], "model": "another"}, "model is not the model of this server"),
-        ({"query": "a", "texts": ["a"] * 256}, "texts must have at most 255 texts"),
+        ({"query": "a", "texts": ["a"] * 1024}, "texts must have at most 1023 texts"),
     ],
     "/predict": [
         ({"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair"),

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from service.batching.sources import Texts
-from service.routes.common import answer, check_count, classified, named
+from service.routes.common import answer, check_count, classified, json_list, named
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import ModelName, Salt, Usage, User, usage_of
 from service.schemas import Body, Inputs
@@ -59,16 +59,16 @@ async def create_classifications(call: CurrentCall) -> Answer:
         found = await classified(call, serving, source, reuse=reuse, salt=call.salt(body.cache_salt))
     rows = found.logits if body.use_activation is False else found.scores()
     best = found.logits.argmax(axis=1).tolist()
-    data = [
+    data = (
         {"index": index, "label": found.labels[column], "probs": row, "num_classes": len(found.labels)}
         for index, (column, row) in enumerate(zip(best, rows, strict=True))
-    ]
+    )
     content = {
         "id": f"classify-{call.request_id}",
         "object": "list",
         "created": int(time.time()),
         "model": served_name(settings),
-        "data": data,
+        "data": await json_list(data),
         "usage": usage_of(found.result, settings),
     }
     return answer(content, found.result, call)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
 from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
-from service.routes.common import answer, check_count, computed, named
+from service.routes.common import answer, check_count, computed, json_list, named
 from service.routes.embed import embedding_measure, embedding_server
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import EmbeddingsRequest, usage_of
@@ -40,21 +41,21 @@ async def create_embeddings(call: CurrentCall) -> Answer:
     embeddings = serving.engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
     content = {
         "object": "list",
-        "data": _encoded(embeddings, as_base64=body.encoding_format == "base64"),
+        "data": await json_list(_encoded(embeddings, as_base64=body.encoding_format == "base64")),
         "model": served_name(settings),
         "usage": usage_of(result, settings),
     }
     return answer(content, result, call)
 
 
-def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> list[dict[str, Any]]:
-    """Return the embeddings as JSON: rows of float32 [n, dimensions], or base64 of their bytes."""
-    rows = np.ascontiguousarray(embeddings, dtype="<f4")
-    encoded = [b64encode(row).decode() for row in rows] if as_base64 else rows
-    return [
-        {"object": "embedding", "index": index, "embedding": embedding}
-        for index, embedding in enumerate(encoded)
-    ]
+def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> Iterator[dict[str, Any]]:
+    """Yield the embeddings as objects of JSON: rows of float32 [n, dimensions], or base64 of their bytes."""
+    for index, row in enumerate(np.ascontiguousarray(embeddings, dtype="<f4")):
+        yield {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(row).decode() if as_base64 else row,
+        }
 
 
 def _check_ends(engine: PrefillEngine, source: Source) -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
-import orjson
 
 from attncache_core import PrefillEngine
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source, Tokenized, prompt_of, source_of
-from service.routes.common import answer, check_count, computed
+from service.routes.common import answer, check_count, computed, json_list
 from service.routes.embed import embedding_server
 from service.routes.tei.schemas import EmbedAllRequest
 from service.web.call import Answer, CurrentCall
 
 # Of one response, which has some 12 bytes per number.
 _MAX_NUMBERS = 2**23
-# Tokens are written as JSON in parts, because other requests wait for the interpreter meanwhile.
-_PART_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +59,8 @@ async def embed_all(call: CurrentCall) -> Answer:
     )
     limited = _Limited(source, _MAX_NUMBERS // engine.model.hidden_size)
     result = await computed(call, serving, limited, reuse=reuse, prompt=reading, salt=call.salt())
-    content = await asyncio.to_thread(_json, result.token_states or ())
-    return answer(orjson.Fragment(content), result, call)
-
-
-def _json(states: Sequence[np.ndarray]) -> bytes:
-    """Return states, each float32 [tokens, hidden], as JSON."""
-    return b"[" + b",".join(map(_json_of_text, states)) + b"]"
-
-
-def _json_of_text(states: np.ndarray) -> bytes:
-    parts = (
-        orjson.dumps(states[first : first + _PART_TOKENS], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        for first in range(0, len(states), _PART_TOKENS)
-    )
-    return b"[" + b",".join(parts) + b"]"
+    texts = []
+    for states in result.token_states or ():
+        texts.append(await json_list(states))
+        await asyncio.sleep(0)  # other requests are served
+    return answer(texts, result, call)

@@ -8,7 +8,7 @@ import numpy as np
 
 from attncache_core import InvalidInput
 from service.batching.sources import Texts
-from service.routes.common import Classified, answer, check_count, classified
+from service.routes.common import Classified, answer, check_count, classified, json_list
 from service.routes.tei.schemas import PredictRequest
 from service.web.call import Answer, CurrentCall
 
@@ -29,9 +29,9 @@ async def predict(call: CurrentCall) -> Answer:
     source = Texts(body.inputs.texts, call.truncates(body.truncate), body.truncation_direction or "right")
     found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
-    content = [_best_first(found.labels, row, maximum) for row in _scores(found, body)]
+    rows = (_best_first(found.labels, row, maximum) for row in _scores(found, body))
     is_list = body.inputs.is_list or body.parameters is not None
-    return answer(content if is_list else content[0], found.result, call)
+    return answer(await json_list(rows) if is_list else next(rows), found.result, call)
 
 
 def _scores(found: Classified, body: PredictRequest) -> np.ndarray:
