@@ -24,56 +24,33 @@ from attncache_core.checkpoints.template import Text
 from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.info import EngineInfo
+from attncache_core.engine.loading import load_parts, map_reuse_of
 from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
-from attncache_core.engine.runner import Runner
-from attncache_core.errors import DatabaseRefused, InvalidInput, NotFinite
+from attncache_core.engine.runner import RunCounter, Runner
+from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite
-from attncache_core.models import PackedModel, load_model
-from attncache_core.models.refitted import with_refitted
+from attncache_core.models import PackedModel
 from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import PrefixKey
-from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
+from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.strategy import ReuseStrategy
-from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
-from attncache_core.runtime.memory import keep_freed_memory
+from attncache_core.runtime.devices import Device, Dtype, resolve_device
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
-
-
-class RunCounter:
-    """Counts the runs of an engine, at present and since the start. Thread safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running = self._begun = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._running += 1
-            self._begun += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._running -= 1
-
-    def idle_mark(self) -> int | None:
-        """Return a number that changes whenever a run begins, or None while a run computes."""
-        with self._lock:
-            return None if self._running else self._begun
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,45 +135,20 @@ class PrefillEngine:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
         if database and strategy:
             raise InvalidInput("give a database or a strategy, not both", field="strategy")
-        if database:
-            strategy = _map_reuse(database, checkpoint)
-        keep_freed_memory()
-        count = limit_threads(threads)
         if classifier:
             classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
-        tokenizer = TextTokenizer(checkpoint, max_tokens)
-        torch_device = resolve_device(device)
-        compute_dtype = resolve_dtype(dtype, torch_device)
-        mask = strategy.mask if strategy else None
-        model = load_model(
-            checkpoint,
-            compute_dtype,
-            prompt_tokens=tokenizer.prompt_tokens,
-            head_order=mask.order if mask else None,
-            reused_heads=mask.reused if mask else None,
-            device=torch_device,
-        )
-        if isinstance(strategy, MapReuse) and strategy.database.refitted:
-            model = _with_refitted(model, strategy.database, checkpoint)
+        count = limit_threads(threads)
         if database:
-            database.require_width(model.hidden_size)
-        opened, off = None, SWITCHED_OFF
-        if key_values:
-            try:
-                opened = open_key_values(model, checkpoint, tokenizer.prompt_tokens, key_values)
-            except NotReusable as reason:
-                off = str(reason)
+            strategy = map_reuse_of(database, checkpoint)
+        parts = load_parts(checkpoint, strategy, dtype, resolve_device(device), max_tokens, key_values)
+        if database:
+            database.require_width(parts.model.hidden_size)
         engine = cls(
             checkpoint,
-            model,
-            tokenizer,
-            compute_dtype,
-            count,
-            strategy,
-            classifier,
-            share_prefixes,
-            opened,
-            off,
+            threads=count,
+            classifier=classifier,
+            share_prefixes=share_prefixes,
+            **parts._asdict(),
         )
         if classifier and engine.dimensions:
             classifier.require_width(engine.dimensions)
@@ -231,7 +183,7 @@ class PrefillEngine:
         if not self.shares_model_with(database):
             raise ValueError("the database needs the model to be packed again")
         database.require_width(self.model.hidden_size)
-        return replace(self, strategy=_map_reuse(database, self.checkpoint))
+        return replace(self, strategy=map_reuse_of(database, self.checkpoint))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -552,23 +504,3 @@ class PrefillEngine:
             key_values_off=None if self.key_values else self.key_values_off,
             blending=self.blending.info(),
         )
-
-
-def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: Checkpoint) -> PackedModel:
-    """Return a model with the weights that hits take. Raises DatabaseRefused if they do not fit the model."""
-    assert database.refitted is not None
-    try:
-        return with_refitted(model, database.refitted, checkpoint.quantization)
-    except ValueError as error:
-        raise DatabaseRefused(
-            f"refitted.safetensors of database {database.folder} does not fit the model: {error}; remove the "
-            "database and build it again",
-            field="database",
-        ) from error
-
-
-def _map_reuse(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:
-    """Return the reuse strategy of a database. Raises DatabaseRefused if it belongs to another model."""
-    database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
-    database.require_use(checkpoint)
-    return MapReuse(database)

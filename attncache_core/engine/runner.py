@@ -9,6 +9,7 @@ requests -> nothing to reuse      -> one compiled call, from token ids to vector
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +32,28 @@ from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread, use_threads
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, require_tokens
+
+
+class RunCounter:
+    """Counts the runs of an engine, at present and since the start. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = self._begun = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._running += 1
+            self._begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+
+    def idle_mark(self) -> int | None:
+        """Return a number that changes whenever a run begins, or None while a run computes."""
+        with self._lock:
+            return None if self._running else self._begun
 
 
 @contextmanager
