@@ -69,7 +69,7 @@ class _OneLine(click.ClickException):
 
 
 class _Stopped(_OneLine):
-    exit_code = 1  # as click ends a program that Ctrl+C stopped
+    exit_code = 130  # of a program that Ctrl+C ended
 
 
 class OneLineErrors(click.Group):
@@ -90,7 +90,8 @@ class OneLineErrors(click.Group):
         except click.UsageError as error:
             raise _OneLine(error.format_message()) from error
         except KeyboardInterrupt as stop:
-            raise _Stopped(f"stopped{self.to_continue.get(ctx.invoked_subcommand or '', '')}") from stop
+            how = self.to_continue.get(ctx.invoked_subcommand or "", "")
+            raise _Stopped(str(stop) or f"stopped{how}") from stop
 
 
 class _Main(OneLineErrors):

@@ -35,7 +35,7 @@ def check_apart(files: Files) -> None:
             )
 
 
-class Stopped(Exception):
+class Stopped(KeyboardInterrupt):
     """The run was stopped by Ctrl+C. The message says how to continue."""
 
 

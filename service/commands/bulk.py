@@ -23,7 +23,7 @@ from service.bulk.cluster import ray_workers
 from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
-from service.bulk.run import Files, Stopped, check_apart, run
+from service.bulk.run import Files, check_apart, run
 from service.bulk.sharded import OneWorker, Part, Workers, run_shards
 from service.bulk.shards import ShardWorker, Work, check_input, plan
 from service.commands.options import (
@@ -40,7 +40,6 @@ from service.commands.progress import shown_shards, shown_share
 from service.objects import has_secrets, is_url, without_secrets
 from service.settings import Settings
 
-_INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
 _SOME_FAILED = 3
 # Takes the number of threads.
 _Load = Callable[[int | None], tuple[PrefillEngine, Task]]
@@ -261,17 +260,13 @@ def _run(
     options: dict[str, Any],
     done: str,
 ) -> None:
-    """Compute texts. done: says how many rows there are, and their width. Ctrl+C ends with one line."""
+    """Compute texts. done: says how many rows there are, and their width."""
     if isinstance(files, Shards):
         _run_shards(load, threads, files, batch_tokens, stage, options)
         return
     engine, task = load(threads)
-    try:
-        with shown_share(stage) as report:
-            rows = run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
-    except Stopped as stopped:
-        click.echo(f"attncache: {stopped}", err=True)
-        sys.exit(_INTERRUPTED)
+    with shown_share(stage) as report:
+        rows = run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
     click.echo(f"{files.output}: {done.format(rows, task.width)}")
 
 
@@ -283,23 +278,19 @@ def _run_shards(
     stage: str,
     options: dict[str, Any],
 ) -> None:
-    """Compute shards in this process or on a Ray cluster. Ends the process if any failed, or by Ctrl+C."""
+    """Compute shards in this process or on a Ray cluster. Ends the process if any failed."""
     output = files.output if is_url(files.output) else Path(files.output).absolute().as_uri()
     work = Work(load, files.column, batch_tokens, output, {"command": stage, **options})
-    try:
-        # Before the workers, which make the folder of the output.
-        planned = plan(files.inputs, files.column, output)
-        with ExitStack() as stack:
-            workers: Workers = (
-                stack.enter_context(ray_workers(files.ray, work, threads))
-                if files.ray
-                else OneWorker(ShardWorker(work, threads))
-            )
-            report = shown_shards(stage)
-            counts = run_shards(workers, planned, output, files.part, report)
-    except KeyboardInterrupt:
-        click.echo("attncache: stopped; run the same command again to continue", err=True)
-        sys.exit(_INTERRUPTED)
+    # Before the workers, which make the folder of the output.
+    planned = plan(files.inputs, files.column, output)
+    with ExitStack() as stack:
+        workers: Workers = (
+            stack.enter_context(ray_workers(files.ray, work, threads))
+            if files.ray
+            else OneWorker(ShardWorker(work, threads))
+        )
+        report = shown_shards(stage)
+        counts = run_shards(workers, planned, output, files.part, report)
     shown = without_secrets(output)
     end = "manifest.json is written" if counts.is_complete else "not complete yet"
     click.echo(

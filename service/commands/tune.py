@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +34,6 @@ from service.loading.checkpoints import chosen_checkpoint
 from service.plots import Plots
 from service.settings import Settings
 from service.settings.reading import write_settings
-
-_INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
 
 
 @click.command("tune")
@@ -161,16 +158,8 @@ def tune(
         **engine,
         **options,
     )
-    try:
-        with shown_progress() as progress:
-            report = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure)).run()
-    except KeyboardInterrupt:
-        click.echo(
-            f"attncache: stopped; what was measured is kept in {tuned.results}: run the same command again "
-            "to continue",
-            err=True,
-        )
-        sys.exit(_INTERRUPTED)
+    with shown_progress() as progress:
+        report = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure)).run()
     show_report(report)
     used = {**model, **engine, "classifier": classifier}
     write_settings(output, _settings(report, used, output), list(comment(report)))

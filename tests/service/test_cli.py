@@ -116,7 +116,7 @@ def test_ctrl_c_is_one_line_that_says_whether_the_command_continues(monkeypatch,
     monkeypatch.setattr(stopped, "invoke", interrupted)
     monkeypatch.setattr(stopped, "make_context", lambda *_, **__: click.Context(stopped))
     ended = run(command)
-    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert (ended.exit_code, ended.stdout) == (130, "")
     assert ended.stderr == f"attncache: stopped{to_continue}\n"
 
 
