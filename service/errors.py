@@ -288,7 +288,7 @@ def log_failure(logger: logging.Logger, event: str, error: BaseException) -> Non
 def reason_of(error: Exception) -> str:
     """Return the message of an expected error, and of others where they come from."""
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
     return str(error) if isinstance(error, AttnCacheError) else stack_without_values(error)
 
 

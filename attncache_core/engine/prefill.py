@@ -48,6 +48,7 @@ from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Device, Dtype, resolve_device
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.limits import require_list
 from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
@@ -128,9 +129,11 @@ class PrefillEngine:
         share_prefixes: compute a prefix that several sequences of a batch share once, if the model is causal;
         see Runner.shares_prefixes. key_values: store keys and values, and reuse them, if the model allows it;
         `key_values_off` says why not. None: do not.
-        Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
-        classifier belong to another model, and NotFinite if the embedding of a label is not finite.
+        Raises InvalidInput for an argument that is not accepted, UnsupportedModel, DatabaseRefused if
+        database or classifier belong to another model, and NotFinite if a label's embedding is not finite.
         """
+        if threads is not None and threads < 1:
+            raise InvalidInput("threads must be at least 1", field="threads")
         if classifier and checkpoint.labels:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
         if database and strategy:
@@ -278,6 +281,7 @@ class PrefillEngine:
             remedy = "; load it without task label-logits" if self.checkpoint.task == "label-logits" else ""
             raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
         self.require_dimensions(dimensions)
+        require_list(texts)
         if not texts:
             return np.zeros((0, dimensions or self.dimensions or 0), np.float32)
         prompt = (
@@ -324,6 +328,7 @@ class PrefillEngine:
         whose score is not finite.
         """
         prompt = self.pair_scores.prompt(instruction)
+        require_list(documents, "documents")
         if not documents:
             return np.zeros(0, np.float32)
         sequences = self.tokenize([(query, document) for document in documents], prompt=prompt)

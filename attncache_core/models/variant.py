@@ -78,13 +78,13 @@ def find_variant(
     """
     if quantization_texts and quantization is not Quantization.INT8:
         raise InvalidInput(
-            "quantize_texts calibrates int8 only; quantize to int8, or leave quantize_texts out",
-            field="quantize_texts",
+            "quantization_texts calibrates int8 only; quantize to int8, or leave the texts out",
+            field="quantization_texts",
         )
     if 0 < len(quantization_texts) < _MIN_TEXTS:
         raise InvalidInput(
-            f"quantize_texts needs at least {_MIN_TEXTS} texts, and has {len(quantization_texts)}",
-            field="quantize_texts",
+            f"quantization_texts needs at least {_MIN_TEXTS} texts, and has {len(quantization_texts)}",
+            field="quantization_texts",
         )
     checkpoint = find_checkpoint(model, revision)
     layers, _ = model_shape(checkpoint)

@@ -28,7 +28,8 @@ def resolve_device(name: Device) -> torch.device:
 def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
     """Return the torch dtype of this name.
 
-    "auto" is bfloat16 if the device multiplies bfloat16 faster than float32, otherwise float32.
+    "auto" is bfloat16 if the device multiplies bfloat16 faster than float32, otherwise float32. Raises
+    InvalidInput for another name.
     """
     if name == "auto" and device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
@@ -36,4 +37,7 @@ def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
         # Without AMX, Intel's processors take 1.6 times as long as in float32 (measured on a Xeon).
         by_vectors = torch.cpu._is_avx512_bf16_supported() and "Intel" not in processor_name()
         return torch.bfloat16 if by_vectors or torch.cpu._init_amx() else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in known:
+        raise InvalidInput(f"dtype must be auto, {' or '.join(known)}", field="dtype")
+    return known[name]

@@ -7,7 +7,7 @@ be cut is refused if it has too many characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -98,6 +98,12 @@ def require_few_label_tokens(tokens: int) -> None:
             f"labels have more than {_MAX_LABEL_TOKENS} tokens in total; send fewer or shorter labels",
             field="labels",
         )
+
+
+def require_list(texts: object, field: str = "texts") -> None:
+    """Raise InvalidInput unless texts are a list or the like: each character of a string would be a text."""
+    if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
+        raise InvalidInput(f"{field} must be a list of texts; for one text, give [text]", field=field)
 
 
 def require_fitting(template: Template, texts: Sequence[Text]) -> None:

@@ -22,6 +22,7 @@ from attncache_core.text.limits import (
     require_few_label_characters,
     require_few_label_tokens,
     require_fitting,
+    require_list,
     require_short,
     require_short_labels,
     shortened,
@@ -179,6 +180,7 @@ class TextTokenizer:
         room. A text of more characters than limits.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
         """
+        require_list(texts)
         prompt = prompt or self.default_prompt
         template, plans = prompt.template, prompt.sequence_plans
         if max_total_tokens is not None:

@@ -9,6 +9,7 @@ from attncache_core import Checkpoint, InvalidInput, Quantization, find_variant
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus.reading import read_texts
+from service.errors import rename
 from service.settings import Settings
 from service.settings.model import ChosenTask
 
@@ -27,14 +28,18 @@ def chosen_checkpoint(
     labels: str | None = None,
 ) -> Checkpoint:
     """Return the checkpoint that these options choose. Raises ModelNotFound, InvalidInput and others."""
-    found = find_variant(
-        model,
-        revision,
-        quantization=quantize,
-        quantization_texts=quantization_texts(quantize_texts),
-        drop_attention=drop_attention,
-        drop_block=drop_block,
-    )
+    try:
+        found = find_variant(
+            model,
+            revision,
+            quantization=quantize,
+            quantization_texts=quantization_texts(quantize_texts),
+            drop_attention=drop_attention,
+            drop_block=drop_block,
+        )
+    except InvalidInput as error:
+        rename(error, "quantize_texts" if error.field == "quantization_texts" else error.field)
+        raise
     return found.adapted(
         template=Template.read(template) if template else None,
         pooling=pooling,

@@ -44,6 +44,7 @@ from attncache_core.calibration.prospect import could_pay
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.blend.gate import read_gate
 from attncache_core.reuse.kv.remote import BlockValues
+from service.errors import reason_of
 from service.loading.rebuild import build_while_serving
 from service.loading.summary import expected_savings
 from service.loading.warm_file import read_warm_file, warm
@@ -106,11 +107,9 @@ def _with_new_database(
 ) -> Iterator[Loaded]:
     """Build the default database while `engine` serves, and yield an engine with the database.
 
-    Renames a damaged database first. Raises OSError if it cannot be renamed, and BuildFailed.
+    Renames a damaged database first.
     """
-    aside = set_damaged_aside(checkpoint, settings.cache_dir)
-    if aside is not None:
-        logger.warning("the damaged database was set aside as %s; remove it if you do not need it", aside)
+    yield from _persistently(engine, partial(_set_damaged_aside, settings, checkpoint))
     folder = _default_folder(settings, checkpoint)
     if builds:
         if settings.min_gain > 0:
@@ -120,7 +119,7 @@ def _with_new_database(
                 engine.reuse_off[:] = [CANNOT_PAY]
                 _log_savings(engine)
                 return
-        yield from _built(engine, settings)
+        yield from _persistently(engine, partial(build_while_serving, settings))
     else:
         engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
@@ -154,17 +153,28 @@ def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:
     yield from _retried(attempt, MachineBusy, "measures")
 
 
-def _built(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
-    """Build the default database in another process, and go on later if that fails. Yields what is done."""
+def _set_damaged_aside(settings: Settings, checkpoint: Checkpoint) -> Iterator[str]:
+    """Rename a damaged default database. Raises OSError if it cannot be renamed. Yields nothing."""
+    aside = set_damaged_aside(checkpoint, settings.cache_dir)
+    if aside is not None:
+        logger.warning("the damaged database was set aside as %s; remove it if you do not need it", aside)
+    yield from ()
+
+
+def _persistently(engine: PrefillEngine, work: Callable[[], Iterator[str]]) -> Iterator[str]:
+    """Do what the default database needs, and go on later if that fails. Yields what is done."""
     reasons = list(engine.reuse_off)
 
     def attempt() -> Iterator[str]:
         engine.reuse_off[:] = reasons
         try:
-            yield from build_while_serving(settings)
+            yield from work()
         except (BuildFailed, OSError) as failure:
             engine.reuse_off[:] = [NOT_BUILT]
-            raise BuildFailed(f"there is no new default database: {failure}") from failure
+            why = reason_of(failure)
+            if isinstance(failure, OSError):
+                why += "; free the disk or give another folder by --cache-dir, or serve with --no-maps"
+            raise BuildFailed(f"there is no new default database: {why}") from failure
 
     yield from _retried(attempt, BuildFailed, "builds")
 

@@ -313,6 +313,12 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
     if body.texts is None:
         return await asyncio.to_thread(Chosen.template, serving.engine, body.template or "", salt)
     check_count(body.texts, "texts", settings.max_request_inputs)
+    if serving.engine.tokenizer.default_prompt.template.is_for_pairs:
+        raise InvalidInput(
+            "texts are not taken by this server, whose template holds a query and a document; give template, "
+            "with all that stands before them",
+            field="texts",
+        )
     try:
         return await asyncio.to_thread(
             Chosen.texts,

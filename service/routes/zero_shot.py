@@ -13,6 +13,7 @@ import numpy as np
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite, PrefillEngine, PrefillResult
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
+from service.batching.segments import DividedTexts
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs, rename
 from service.routes.common import computed, text_index
@@ -43,7 +44,7 @@ def is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:
 
 def refuse_fields(body: ClassifyRequest) -> None:
     """Raise InvalidInput for the fields that labels scored by entailment do not have."""
-    for field in ("session_id", "temperature"):
+    for field in ("session_id", "segments", "temperature"):
         if getattr(body, field) is not None:
             raise InvalidInput(
                 f"{field} is not accepted with labels that are scored by entailment", field=field
@@ -54,6 +55,8 @@ async def by_entailment(
     call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
 ) -> Scores:
     """Score each label of the request for each input. Raises TooManyInputs, and as submit."""
+    if isinstance(source, DividedTexts):
+        source = source.texts  # only the input of a pair could be divided
     assert isinstance(source, Texts)
     zero_shot = serving.engine.decisions.zero_shot(
         body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE

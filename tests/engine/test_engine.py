@@ -192,9 +192,19 @@ def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
     assert resolve_dtype("bfloat16") is torch.bfloat16
 
 
-def test_unknown_dtype_is_refused():
-    with pytest.raises(KeyError):
-        resolve_dtype("int8")
+@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("threads", 0)])
+def test_option_of_loading_that_is_not_accepted_is_refused(tiny_checkpoint, field, value):
+    with pytest.raises(InvalidInput, match=f"{field} must be") as refused:
+        PrefillEngine.load(tiny_checkpoint, **{field: value})
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("texts", ["one text", b"one text", None, 7, ""], ids=str)
+def test_one_text_is_no_list_of_its_characters(tiny_engine, texts):
+    for method in (tiny_engine.embed, tiny_engine.tokenize):
+        with pytest.raises(InvalidInput, match="texts must be a list of texts; for one") as refused:
+            method(texts)
+        assert refused.value.field == "texts"
 
 
 def test_prompt_is_excluded_from_pooling_if_the_checkpoint_says_so(tmp_path):

@@ -71,6 +71,8 @@ def test_cross_encoder_scores_pairs_as_sentence_transformers_does(tmp_path, writ
         found = {
             name: engine.rerank(QUERY, DOCUMENTS, activation=name) for name in (None, "identity", "sigmoid")
         }
+        with pytest.raises(InvalidInput, match="documents must be a list"):
+            engine.rerank(QUERY, DOCUMENTS[0])
     np.testing.assert_allclose(found[None], theirs.predict(pairs), atol=FLOAT32)
     for name, function in {"identity": torch.nn.Identity(), "sigmoid": torch.nn.Sigmoid()}.items():
         expected = theirs.predict(pairs, activation_fn=function)

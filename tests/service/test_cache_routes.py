@@ -94,6 +94,17 @@ async def test_warmed_template_gives_its_prefix_to_the_first_request(folder, tem
     )
 
 
+async def test_texts_of_a_server_of_pairs_are_refused_and_its_template_is_taken(folder):
+    template = Template.parse(PREFIX + "{query} {document}")
+    engine = load(folder, template=template, label_logits=True, labels=("card", "link"))
+    async with serving(engine, admin=True) as client:
+        refused = await client.post("/cache/warm", json={"texts": TEXT})
+        warmed = await succeeded(client.post("/cache/warm", json={"template": PREFIX + "{query} {document}"}))
+    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "texts")
+    assert "give template" in refused.json()["error"]["message"]
+    assert warmed["stored_tokens"] >= tokens_of(load(folder), PREFIX) - 1
+
+
 async def test_template_in_which_the_text_comes_first_is_refused(folder):
     async with serving(load(folder), admin=True) as client:
         response = await client.post("/cache/warm", json={"template": "{} means:"})

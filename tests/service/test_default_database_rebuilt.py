@@ -1,5 +1,6 @@
 """Real servers with a damaged default database serve every text in full and build a new database."""
 
+import errno
 import os
 import re
 import shutil
@@ -190,6 +191,11 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
 def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_path, monkeypatch):
     settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", cache_dir=tmp_path, min_gain=0)
     slept, failures = [], [BuildFailed("no space"), OSError("no process")]
+    read_only = [OSError(errno.EROFS, "Read-only file system", str(tmp_path))]
+
+    def set_aside(*_):
+        if read_only:
+            raise read_only.pop()
 
     def build(_):
         yield "building"
@@ -198,13 +204,16 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
         shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
 
     monkeypatch.setattr(engines, "build_while_serving", build)
+    monkeypatch.setattr(engines, "set_damaged_aside", set_aside)
     monkeypatch.setattr(engines.time, "sleep", slept.append)
     first, *lines, second = load_engines(settings, tiny_checkpoint)
     assert isinstance(first, PrefillEngine)
+    remedy = "; free the disk or give another folder by --cache-dir, or serve with --no-maps"
     assert [line.partition(": the server")[0] for line in lines if line != "building"] == [
+        f"there is no new default database: {tmp_path}: Read-only file system{remedy}",
         "there is no new default database: no space",
-        "there is no new default database: no process",
+        f"there is no new default database: a file: no process{remedy}",
     ]
-    assert slept == [60, 120]
+    assert slept == [60, 60, 120]
     assert isinstance(second, PrefillEngine)
     assert second.map_reuse is not None

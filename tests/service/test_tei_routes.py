@@ -398,6 +398,10 @@ async def test_root_answers_as_the_route_for_the_body_and_the_model_does():
         "/rerank": BODIES["/rerank"],
     }
     async with serving() as client:
+        chunks = await client.post("/", json={"segments": ["a", "b"], "query": "c"})
+        assert chunks.json()["error"].startswith(
+            "segments are not accepted by this server: the engine is fake"
+        )
         for path, body in bodies.items():
             assert (await client.post("/", json=body)).json() == (await client.post(path, json=body)).json()
         labels = {"parameters": {"candidate_labels": ["a", "c"]}}

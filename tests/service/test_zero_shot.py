@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine, serving
+from families import CASES, write_family
 from pair_models import NLI, NLI_REVERSED, write_deberta_v3
 from transformers import pipeline
 
@@ -88,6 +89,17 @@ async def test_bad_request_is_refused_with_the_field(engine, changes, status, fi
         answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **changes})
     error = answer.json()["error"]
     assert (answer.status_code, error["field"]) == (status, field)
+
+
+async def test_chunks_are_refused_by_a_decoder_of_natural_language_inference_too(tmp_path):
+    labels = ("contradiction", "neutral", "entailment")
+    folder = write_family(tmp_path, CASES["llama"].made(), labels)
+    body = {"segments": ["one", "two"], "query": "three"}
+    async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
+        classes = await client.post("/classify", json=body)
+        entailed = await client.post("/classify", json={**body, "labels": ["parcel", "link"]})
+    assert classes.status_code == 200
+    assert (entailed.status_code, entailed.json()["error"]["field"]) == (400, "segments")
 
 
 @pytest.mark.parametrize("field", [{"multi_label": True}, {"hypothesis_template": "It is {}"}], ids=str)

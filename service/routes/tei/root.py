@@ -66,7 +66,7 @@ def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitabl
     parameters = body.get("parameters")
     if isinstance(body.get("inputs"), dict):
         return similarity
-    if "query" in body:
+    if "query" in body and (classes or "segments" not in body):
         return rerank
     if isinstance(parameters, dict) and "candidate_labels" in parameters:
         return partial(_zero_shot, alone=not isinstance(body.get("inputs"), list))
