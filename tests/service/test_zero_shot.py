@@ -1,5 +1,7 @@
 """POST /classify with labels that a model of natural language inference was not trained for."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -95,11 +97,19 @@ async def test_chunks_are_refused_by_a_decoder_of_natural_language_inference_too
     labels = ("contradiction", "neutral", "entailment")
     folder = write_family(tmp_path, CASES["llama"].made(), labels)
     body = {"segments": ["one", "two"], "query": "three"}
-    async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
+    asked = {"inputs": INPUTS, "labels": LABELS}
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine) as client:
         classes = await client.post("/classify", json=body)
-        entailed = await client.post("/classify", json={**body, "labels": ["parcel", "link"]})
+        entailed = await client.post("/classify", json={**body, "labels": LABELS})
+        whole = await client.post("/classify", json=asked)
     assert classes.status_code == 200
     assert (entailed.status_code, entailed.json()["error"]["field"]) == (400, "segments")
+    # Where an operator has inputs divided into chunks, pairs are not divided.
+    engine.blending.gate = SimpleNamespace(listwise=True)
+    async with serving(engine, blend="gate.json", segment_tokens=2) as client:
+        divided = await client.post("/classify", json=asked)
+    assert (divided.status_code, divided.json()) == (200, whole.json())
 
 
 @pytest.mark.parametrize("field", [{"multi_label": True}, {"hypothesis_template": "It is {}"}], ids=str)
