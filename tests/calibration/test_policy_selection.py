@@ -30,7 +30,7 @@ from attncache_core.calibration.thresholds import (
     upper_bounds,
 )
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, LengthGroup, ReusePolicy, uniform_policy
 from attncache_core.reuse.mask import mildest_mask, natural_rank
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -104,18 +104,6 @@ def test_bound_of_a_share_is_clopper_pearson(losses):
             continue
         test = stats.binomtest(int(sum(losses[:count])), count, alternative="less")
         assert bound == pytest.approx(test.proportion_ci(0.95, method="exact").high, abs=1e-6)
-
-
-@pytest.mark.parametrize("count", [20, 50, 200])
-@pytest.mark.parametrize("measure", Measure)
-def test_bound_holds_for_nineteen_samples_of_twenty(measure, count):
-    random = np.random.default_rng(3)
-    held = [
-        upper_bounds(losses, measure)[-1] >= 0.1
-        for losses in (random.random((1000, count)) < 0.1).astype(float)
-    ]
-    # Student's t is only approximate for these losses of 0 and 1.
-    assert np.mean(held) >= (0.95 if measure is AGREEMENT else 0.85)
 
 
 @st.composite
@@ -212,14 +200,6 @@ def test_curves_are_those_of_the_probes_that_have_a_record_of_the_kind(table):
         assert curve[0] or policy.threshold == 1
 
 
-@pytest.mark.parametrize("least", [0.5, 0.99])
-def test_group_of_too_few_probes_serves_only_recorded_sequences(least):
-    count = MIN_PROBES - 1
-    probes, measured = probes_of([9] * count, *([np.full(count, 0.5)] * 2), *([np.zeros(count)] * 2), COSINE)
-    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, least))
-    assert group.kinds == {kind: KindPolicy(1.0) for kind in RecordKind}
-
-
 def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
     similarities = np.linspace(0.5, 0.8, 40)
     nothing = np.full(40, -np.inf)
@@ -230,16 +210,6 @@ def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
     # θ extends the range of the similarities downwards by its own width.
     assert group.kinds[STORED].threshold == pytest.approx(0.2)
     assert group.kinds[PROTOTYPE].threshold == 1
-
-
-def test_mild_prototype_hits_at_a_similarity_at_which_a_sentence_misses():
-    similarities = np.linspace(0.5, 0.9, 40)
-    probes, measured = probes_of(
-        [9] * 40, similarities, similarities - 0.4, np.full(40, 0.5), np.full(40, 0.01), COSINE
-    )
-    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, 0.98))
-    assert group.kinds[STORED].threshold == 1
-    assert group.kinds[PROTOTYPE].threshold < 0.1
 
 
 @given(probe_sets())

@@ -24,8 +24,8 @@ similarities = st.floats(-2, 1, width=32)
 
 @st.composite
 def kind_policies(draw):
-    """A KindPolicy with a threshold that is mostly reachable, and a falling curve of zero to five points."""
-    corners = sorted(draw(st.lists(similarities, max_size=5, unique=True)))
+    """A KindPolicy with a threshold that is mostly reachable, and a falling curve of zero to three points."""
+    corners = sorted(draw(st.lists(similarities, max_size=3, unique=True)))
     damages = st.floats(0, 1)
     falling = sorted(draw(st.lists(damages, min_size=len(corners), max_size=len(corners))), reverse=True)
     return KindPolicy(draw(st.floats(-2, 1.1)), tuple(corners), tuple(falling))
@@ -39,7 +39,7 @@ def groups(draw, longest=60):
 
 @st.composite
 def policies(draw):
-    longest = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=5)))
+    longest = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=3)))
     return ReusePolicy(BUDGET, tuple(draw(groups(tokens)) for tokens in longest))
 
 
@@ -48,7 +48,7 @@ def nearest(draw):
     """Similarities of the nearest record of each kind for some sequences with at least one record each."""
     found = st.one_of(st.just(-math.inf), st.just(1.0), similarities)
     row = st.tuples(*[found] * len(RecordKind)).filter(lambda row: max(row) > -math.inf)
-    rows = draw(st.lists(row, min_size=1))
+    rows = draw(st.lists(row, min_size=1, max_size=6))
     return {kind: np.array([row[kind] for row in rows], np.float32) for kind in RecordKind}
 
 
