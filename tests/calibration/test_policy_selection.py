@@ -157,6 +157,7 @@ def served_by(probes, measured, group: LengthGroup):
     return np.array(served), np.array(losses)
 
 
+@settings(max_examples=50)
 @given(probe_sets())
 def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that_keep_the_bound(table):
     probes, measured, budget = table
@@ -185,6 +186,7 @@ def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that
         assert upper_bounds(losses, budget.measure)[-1] <= 1 - budget.least + 1e-9
 
 
+@settings(max_examples=50)
 @given(probe_sets())
 def test_curves_are_those_of_the_probes_that_have_a_record_of_the_kind(table):
     probes, measured, budget = table
@@ -212,6 +214,7 @@ def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
     assert group.kinds[PROTOTYPE].threshold == 1
 
 
+@settings(max_examples=50)
 @given(probe_sets())
 def test_no_kind_hits_beyond_the_expected_damage_of_the_served_probes(table):
     probes, measured, budget = table

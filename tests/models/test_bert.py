@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_models import layers_output, random_sequences, write_json, write_model
+from core_models import last_hidden, random_sequences, write_json, write_model
 from core_reference import FLOAT32
 from family_reference import FamilyReference
 from safetensors.torch import load_file, save_file
@@ -10,16 +10,6 @@ from safetensors.torch import load_file, save_file
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model, model_shape
-from attncache_core.text.token_batch import pack
-
-
-def last_hidden(model, sequences):
-    """Return the last hidden states of each sequence, in the given order, without reuse."""
-    batch = pack(sequences)
-    with torch.inference_mode():
-        hidden = layers_output(model, batch, model.embed(batch))
-    parts = torch.split(hidden, batch.lengths.tolist())
-    return [parts[index] for index in batch.order.argsort()]
 
 
 def assert_is_reference(model, reference, sequences):
