@@ -30,6 +30,7 @@ from attncache_core.native import products
 from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
+from attncache_core.text.token_batch import pack
 
 # The seal of segments that do not belong to a database.
 SEAL = Seal(key=bytes(range(32)), fingerprint="ab" * 32)
@@ -291,3 +292,12 @@ def layers_output(model, batch, hidden, plan=None):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
     reused_maps = reused_by(plan or no_reuse(len(batch.lengths)), model, batch)
     return run_layers(model, batch, hidden, reused_maps)[0]
+
+
+@torch.inference_mode()
+def last_hidden(model, sequences):
+    """Return the last hidden states of each sequence, in the given order, without reuse."""
+    batch = pack(sequences)
+    hidden = layers_output(model, batch, model.embed(batch))
+    parts = torch.split(hidden, batch.lengths.tolist())
+    return [parts[index] for index in batch.order.argsort()]

@@ -17,7 +17,6 @@ from full_disk import largest_file
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
-from attncache_core.calibration.substitution import collect_maps
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
@@ -25,8 +24,6 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.native import MAPS_VERSION
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.policy import Budget
-from attncache_core.reuse.mask import head_order
-from attncache_core.text.token_batch import pack
 from attncache_core.version import __version__
 
 PAGE = 4096
@@ -89,18 +86,6 @@ def test_every_recorded_text_hits_itself_through_an_engine(tiny_checkpoint, tiny
     result = prefill(engine, engine.tokenize([sentence.text for sentence in tiny_corpus]))
     assert set(result.outcomes) == {"hit"}
     assert set(result.similarities.tolist()) == {1.0}
-
-
-def test_record_holds_the_models_maps_in_the_order_of_the_rank(tiny_engine, tiny_corpus, measured):
-    order = head_order(np.array(measured.manifest.rank))
-    assert any(list(heads) != sorted(heads) for heads in order)
-    for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::40]]):
-        segment = measured.search.store.segments[len(ids)]
-        (record,) = (row for row in range(len(segment)) if segment.holds_tokens(row, ids))
-        for layer, (maps,) in enumerate(collect_maps(tiny_engine.model, pack([ids]))):
-            stored = segment.layer_maps(record, layer, 4).float()
-            # Records hold probabilities rounded to 11 bits.
-            np.testing.assert_allclose(stored, maps[0, list(order[layer])], atol=5e-4)
 
 
 def test_manifest_describes_the_model_and_the_build(measured, tiny_checkpoint, tiny_corpus):

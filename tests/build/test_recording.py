@@ -150,14 +150,6 @@ def test_each_member_of_a_length_belongs_to_one_prototype(recording, store):
             assert sorted(shared) == sorted(members_of(recording, store, length, mean))
 
 
-def test_rows_of_a_synthetic_record_are_probabilities(store):
-    for length in store.segments:
-        for number in synthetic_records(store, length):
-            for maps in record(store, length, int(number)):
-                np.testing.assert_allclose(maps.sum(axis=-1), 1, atol=5e-3)
-                assert (maps >= 0).all()
-
-
 def test_members_are_training_sentences_and_longer_sentences_cut_to_the_length(sentences, recording):
     for length in recording.lengths:
         training, members = training_sequences(sentences, length), recording.members(length)
@@ -180,23 +172,12 @@ def test_length_without_a_sentence_has_synthetic_records_of_longer_ones(recordin
         assert synthetic_records(store, length) == list(range(len(store.segments[length])))
 
 
-def test_length_above_all_training_sentences_has_no_synthetic_records(recording, store):
-    assert recording.members(11) == []
-    assert store.segments[11].kinds.tolist() == [0, 0]
-
-
 def test_lengths_between_training_and_longer_held_out_sentences_have_no_records(tiny_engine, tmp_path):
     gap = made_sentences({5: 20, 9: 2}, {9: 2})
     recorded = recording_of(tiny_engine, gap)
     assert recorded.lengths == [5, 9]
     store = recorded.write(tmp_path, RANK, lambda *_: None)
     assert [len(segment) for segment in store.segments.values()] == [recorded.records(5), 2]
-
-
-def test_no_member_of_a_prototype_was_held_out(sentences, recording):
-    held_out = [ids for ids, held in zip(sentences.sequences, sentences.held_out, strict=True) if held]
-    for length in recording.lengths:
-        assert not [ids for ids in recording.members(length) if ids in held_out]
 
 
 @settings(max_examples=10)

@@ -48,14 +48,6 @@ def test_map_distances_are_equation_2_in_plain_loops(m, n, heads, length, seed):
     np.testing.assert_allclose(map_distances(left, left).diagonal(), 0, atol=TOLERANCE)
 
 
-def test_map_distance_of_two_by_two_maps_by_hand():
-    # Row one moves 0.5 of its weight, row two all of it: (0.5 + 1) / 2.
-    left = torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]])
-    right = torch.tensor([[[[0.5, 0.5], [0.0, 1.0]]]])
-    assert map_distances(left, right).item() == 0.75
-    assert map_distances(right, right).item() == 0.0
-
-
 def test_distance_of_16_bit_maps_is_that_of_their_values():
     maps = random_maps(np.random.default_rng(0), 3, 2, 5).half()
     np.testing.assert_allclose(

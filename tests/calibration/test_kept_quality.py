@@ -32,13 +32,6 @@ def test_floor_is_the_cosine_below_which_so_few_texts_lie_that_the_binomial_law_
     assert Quality.of(cosines, Measure.COSINE).floor == np.sort(cosines)[below]
 
 
-def test_too_few_texts_prove_no_floor():
-    quality = Quality.of(np.ones(298), Measure.COSINE)
-    assert quality.floor is None
-    assert not quality.keeps(COSINE)
-    assert quality.keeps(Budget(Measure.COSINE, 0.98))
-
-
 @pytest.mark.parametrize(
     "budget",
     [COSINE, Budget(Measure.COSINE, 0.98), Budget(Measure.AGREEMENT, 0.98), Budget(Measure.AGREEMENT, 0.9)],

@@ -30,7 +30,7 @@ from attncache_core.calibration.thresholds import (
     upper_bounds,
 )
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, LengthGroup, ReusePolicy, uniform_policy
 from attncache_core.reuse.mask import mildest_mask, natural_rank
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -106,18 +106,6 @@ def test_bound_of_a_share_is_clopper_pearson(losses):
         assert bound == pytest.approx(test.proportion_ci(0.95, method="exact").high, abs=1e-6)
 
 
-@pytest.mark.parametrize("count", [20, 50, 200])
-@pytest.mark.parametrize("measure", Measure)
-def test_bound_holds_for_nineteen_samples_of_twenty(measure, count):
-    random = np.random.default_rng(3)
-    held = [
-        upper_bounds(losses, measure)[-1] >= 0.1
-        for losses in (random.random((1000, count)) < 0.1).astype(float)
-    ]
-    # Student's t is only approximate for these losses of 0 and 1.
-    assert np.mean(held) >= (0.95 if measure is AGREEMENT else 0.85)
-
-
 @st.composite
 def probe_sets(draw, most=60):
     """Draw probes of one length, the effect of reuse on them, and a budget: (probes, measured, budget)."""
@@ -169,6 +157,7 @@ def served_by(probes, measured, group: LengthGroup):
     return np.array(served), np.array(losses)
 
 
+@settings(max_examples=50)
 @given(probe_sets())
 def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that_keep_the_bound(table):
     probes, measured, budget = table
@@ -197,6 +186,7 @@ def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that
         assert upper_bounds(losses, budget.measure)[-1] <= 1 - budget.least + 1e-9
 
 
+@settings(max_examples=50)
 @given(probe_sets())
 def test_curves_are_those_of_the_probes_that_have_a_record_of_the_kind(table):
     probes, measured, budget = table
@@ -212,14 +202,6 @@ def test_curves_are_those_of_the_probes_that_have_a_record_of_the_kind(table):
         assert curve[0] or policy.threshold == 1
 
 
-@pytest.mark.parametrize("least", [0.5, 0.99])
-def test_group_of_too_few_probes_serves_only_recorded_sequences(least):
-    count = MIN_PROBES - 1
-    probes, measured = probes_of([9] * count, *([np.full(count, 0.5)] * 2), *([np.zeros(count)] * 2), COSINE)
-    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, least))
-    assert group.kinds == {kind: KindPolicy(1.0) for kind in RecordKind}
-
-
 def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
     similarities = np.linspace(0.5, 0.8, 40)
     nothing = np.full(40, -np.inf)
@@ -232,16 +214,7 @@ def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
     assert group.kinds[PROTOTYPE].threshold == 1
 
 
-def test_mild_prototype_hits_at_a_similarity_at_which_a_sentence_misses():
-    similarities = np.linspace(0.5, 0.9, 40)
-    probes, measured = probes_of(
-        [9] * 40, similarities, similarities - 0.4, np.full(40, 0.5), np.full(40, 0.01), COSINE
-    )
-    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, 0.98))
-    assert group.kinds[STORED].threshold == 1
-    assert group.kinds[PROTOTYPE].threshold < 0.1
-
-
+@settings(max_examples=50)
 @given(probe_sets())
 def test_no_kind_hits_beyond_the_expected_damage_of_the_served_probes(table):
     probes, measured, budget = table

@@ -78,7 +78,9 @@ def test_impossible_configuration_is_refused_in_one_line(folder, config, words):
         ("modules.json", "[5]", ("JSON file of model folder", "cannot be read")),
         ("tokenizer.json", "no JSON", ("the tokenizer of model", "cannot be read")),
         ("tokenizer.json", "{}", ("the tokenizer of model", "cannot be read")),
+        ("model.safetensors", "", ("the weights of model", "cannot be read")),
         ("model.safetensors", "no weights", ("the weights of model", "cannot be read")),
+        ("model.safetensors", "\0" * 100, ("the weights of model", "cannot be read")),
     ],
 )
 def test_file_with_wrong_content_is_refused_in_one_line(folder, file, content, words):

@@ -53,6 +53,7 @@ def cached(tmp_path, monkeypatch, tiny_checkpoint):
 def test_folder_is_used_directly(tiny_checkpoint):
     found = find_checkpoint(str(tiny_checkpoint.folder))
     assert (found.folder, found.source) == (tiny_checkpoint.folder, "folder")
+    assert (found.revision, found.commit) == (None, None)
 
 
 def test_folder_in_the_home_directory_may_be_written_with_a_tilde(tmp_path, monkeypatch):
@@ -82,17 +83,15 @@ def test_package_of_another_name_is_not_used(name):
         find_checkpoint(name)
 
 
-def test_model_in_the_hugging_face_cache_is_found_without_the_hub(cached):
-    found = find_checkpoint("acme/hidden-encoder")
-    assert (found.folder.resolve(), found.source) == (cached.resolve(), "Hugging Face cache")
-
-
 @pytest.mark.parametrize(
     ("revision", "commit"), [(None, NOW), ("main", NOW), ("v1", EARLIER), (NOW, NOW), (EARLIER, EARLIER)]
 )
 def test_revision_in_the_cache_is_a_branch_a_tag_or_a_commit(cached, revision, commit):
     found = find_checkpoint("acme/hidden-encoder", revision)
-    assert found.folder.resolve() == (cached.parent / commit).resolve()
+    assert (found.folder.resolve(), found.source) == (
+        (cached.parent / commit).resolve(),
+        "Hugging Face cache",
+    )
     assert (found.revision, found.commit) == (revision, commit)
 
 
@@ -113,11 +112,6 @@ def test_revision_of_a_folder_or_a_package_is_refused(tiny_checkpoint):
         with pytest.raises(InvalidInput, match=rf"elsewhere \({where}.*leave revision out") as caught:
             find_checkpoint(model, "main")
         assert caught.value.field == "revision"
-
-
-def test_model_that_is_not_from_the_hub_has_no_commit(tiny_checkpoint):
-    found = find_checkpoint(str(tiny_checkpoint.folder))
-    assert (found.revision, found.commit) == (None, None)
 
 
 @pytest.mark.usefixtures("cached")

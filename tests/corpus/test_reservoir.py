@@ -71,12 +71,6 @@ def test_merged_reservoir_is_the_reservoir_of_the_merged_stream(stream, sides):
     assert set(merged) == set(reservoir_of(stream))
 
 
-@given(st.lists(texts, max_size=80), st.randoms())
-def test_order_of_the_stream_does_not_matter(stream, random):
-    shuffled = random.sample(stream, len(stream))
-    assert set(reservoir_of(stream)) == set(reservoir_of(shuffled))
-
-
 def test_text_that_is_asked_again_counts_once_and_becomes_newer():
     reservoir = Reservoir(KEY, max_texts=10, half_life_hours=1)
     (text,) = numbered(1)

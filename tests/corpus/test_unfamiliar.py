@@ -79,11 +79,16 @@ def test_kinds_come_in_the_order_of_the_tables(texts):
     assert list(by_kind(texts)) == KINDS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kind_has_40_texts_of_mixed_lengths_most_of_5_to_35_tokens(kind, texts, default_checkpoint):
+@pytest.fixture(scope="module")
+def tokenizer(default_checkpoint):
     tokenizer = Tokenizer.from_file(str(default_checkpoint.folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_has_40_texts_of_mixed_lengths_most_of_5_to_35_tokens(kind, texts, tokenizer):
     encoded = tokenizer.encode_batch(by_kind(texts)[kind], add_special_tokens=False)
     lengths = np.sort([len(text.ids) for text in encoded])
     assert len(lengths) == 40

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, layers_output, random_sequences
+from core_models import COMPUTING, attention_by, last_hidden, layers_output, random_sequences
 from core_reference import FLOAT32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,15 +19,6 @@ any_lengths = st.lists(
 )
 
 
-@torch.inference_mode()
-def last_hidden(engine, sequences):
-    """Return the last hidden states of each sequence, in the given order, without reuse."""
-    batch = pack(sequences)
-    hidden = layers_output(engine.model, batch, engine.model.embed(batch))
-    parts = torch.split(hidden, batch.lengths.tolist())
-    return [parts[index] for index in np.argsort(batch.order)]
-
-
 @pytest.mark.parametrize("computing", COMPUTING)
 @settings(max_examples=20)
 @given(lengths=any_lengths)
@@ -37,7 +28,7 @@ def test_hidden_states_equal_hugging_face_for_single_sequences(
 ):
     sequences = random_sequences(lengths, seed=len(lengths))
     with attention_by(computing):
-        hidden = last_hidden(tiny_engine, sequences)
+        hidden = last_hidden(tiny_engine.model, sequences)
     for found, ids in zip(hidden, sequences, strict=True):
         torch.testing.assert_close(found, tiny_reference.hidden(ids), atol=FLOAT32, rtol=0)
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import takewhile
+from itertools import product, takewhile
 
 import numpy as np
 import pytest
@@ -330,28 +330,24 @@ ZERO_SHOT = {
 }
 
 
-@pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("labels", [LABELS, LABELS[:1]], ids=["three-labels", "one-label"])
 @pytest.mark.parametrize(("write", "classes"), ZERO_SHOT.values(), ids=ZERO_SHOT)
-def test_zero_shot_scores_are_those_of_transformers_pipeline(tmp_path, write, classes, labels, multi_label):
+def test_zero_shot_scores_are_those_of_transformers_pipeline(tmp_path, write, classes):
     folder = write(tmp_path, **classes)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=60)
     theirs = pipeline("zero-shot-classification", model=model, tokenizer=tokenizer, device="cpu")
-    template = "The customer asks about {}."
-    expected = [
-        dict(zip(found["labels"], found["scores"], strict=True))
-        for found in theirs(
-            TEXTS, candidate_labels=labels, hypothesis_template=template, multi_label=multi_label
+    template, engine = "The customer asks about {}.", load(folder, max_tokens=60)
+    for labels, multi_label in product((LABELS, LABELS[:1]), (False, True)):
+        asked = {"candidate_labels": labels, "hypothesis_template": template, "multi_label": multi_label}
+        expected = [dict(zip(row["labels"], row["scores"], strict=True)) for row in theirs(TEXTS, **asked)]
+        choice = engine.decisions.zero_shot(labels, template)
+        sequences = engine.tokenize(choice.pairs(TEXTS), prompt=choice.prompt)
+        logits = engine.decisions.class_logits(engine.run(engine.requests(sequences, choice.prompt)).outputs)
+        found = choice.scores(logits, multi_label)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(
+            found, [[row[label] for label in labels] for row in expected], atol=FLOAT32
         )
-    ]
-    engine = load(folder, max_tokens=60)
-    choice = engine.decisions.zero_shot(labels, template)
-    sequences = engine.tokenize(choice.pairs(TEXTS), prompt=choice.prompt)
-    logits = engine.decisions.class_logits(engine.run(engine.requests(sequences, choice.prompt)).outputs)
-    found = choice.scores(logits, multi_label)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [[row[label] for label in labels] for row in expected], atol=FLOAT32)
 
 
 def test_model_without_entailment_takes_no_labels(tmp_path):

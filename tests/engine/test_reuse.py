@@ -207,8 +207,10 @@ def test_batch_in_which_nothing_can_hit_is_one_compiled_call_like_a_batch_that_d
     result = by_one_call(engine, sequences)
     assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
     declined = by_one_call(engine, sequences, reuse=False)
+    assert declined.outcomes == result.outcomes
     np.testing.assert_array_equal(result.outputs, declined.outputs)
     assert np.isnan(result.similarities).all()
+    assert np.isnan(declined.similarities).all()
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few tokens", "no length pays"])
@@ -261,14 +263,6 @@ def test_outputs_do_not_depend_on_the_batch_or_its_order(engines, recorded, head
     permuted = prefill(engine, [sequences[index] for index in permutation])
     assert permuted.outcomes == tuple(together.outcomes[index] for index in permutation)
     np.testing.assert_allclose(permuted.outputs, together.outputs[permutation], atol=FLOAT32)
-
-
-def test_declined_reuse_gives_no_search_and_the_full_models_output(engines, recorded, tiny_reference):
-    sequences = some_of_each(recorded, 1)
-    result = prefill(engines(), sequences, reuse=False)
-    assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
-    assert np.isnan(result.similarities).all()
-    np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
 
 
 def test_embed_reuses_by_default(engines, tiny_engine):

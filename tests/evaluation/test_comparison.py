@@ -113,14 +113,6 @@ def test_reports_come_in_the_order_of_the_methods(clock):
     assert [report.method for report in reports] == ["san", "full", "attncache-f", "attncache"]
 
 
-def test_hits_of_both_kinds_and_recorded_texts_are_counted(clock):
-    reusing = Fake(hits=[0, 1, 5], prototype_hits=[6], kind=Outcome.MISS)
-    reusing.similarities[:] = [1.0, 0.99, 0.5, 0.4, np.nan, 1.0, np.nan, np.nextafter(np.float32(1), 0)]
-    full, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
-    assert (report.hit_rate, report.prototype_hit_rate, report.recorded) == (4 / 8, 1 / 8, 2)
-    assert (full.hit_rate, full.prototype_hit_rate, full.recorded) == (0, 0, 0)
-
-
 def test_hits_are_counted_by_length():
     sequences = [[number] * (1 + number % 3) for number in range(8)]
     fake = Fake(hits=[0, 1, 4, 7], prototype_hits=[3], kind=Outcome.MISS)
@@ -131,24 +123,6 @@ def test_hits_are_counted_by_length():
     task = AgreementTask("texts", COSINE, sequences, FULL)
     (report,) = compare({"full": reusing}, task, COSINE, batch_size=3)
     assert report.hit_lengths == {1: 2, 2: 3}
-
-
-def test_cosines_are_measured_on_hits_only(clock):
-    # Row 7 is a miss with another output, which must not count.
-    outputs = turned(turned(turned(FULL, [0], 0.1), [3], 0.4), [7], 1.0)
-    reusing = Fake(outputs, hits=[0, 3], prototype_hits=[5], kind=Outcome.MISS)
-    _, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
-    of_hits = [math.cos(0.1), math.cos(0.4), 1.0]
-    assert report.cosine == pytest.approx(np.mean(of_hits), abs=1e-6)
-    assert report.cosine_5th_percentile == pytest.approx(np.percentile(of_hits, 5), abs=1e-6)
-    assert np.isnan(report.agreement)
-
-
-def test_score_is_measured_on_all_texts(clock):
-    reusing = Fake(turned(FULL, [0, 3], 0.4), hits=[0, 3], kind=Outcome.MISS)
-    full, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
-    assert report.score == report.scores["texts"] == pytest.approx((6 + 2 * math.cos(0.4)) / 8, abs=1e-6)
-    assert full.score == pytest.approx(1)
 
 
 def test_score_is_the_mean_over_the_sets(clock):
@@ -172,17 +146,6 @@ def test_agreement_is_measured_on_the_decisions_of_hits(clock):
     assert np.isnan(full.agreement)
 
 
-def test_interval_of_the_difference_is_computed_from_paired_differences(clock):
-    outputs = FULL.copy()
-    outputs[[1, 4, 6], 0] = 99
-    reusing = Fake(outputs, hits=range(8), kind=Outcome.MISS)
-    _, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(AGREEMENT), AGREEMENT)
-    differences = [0, -1, 0, 0, -1, 0, -1, 0]
-    spread = math.sqrt(sum((value + 3 / 8) ** 2 for value in differences) / 7)
-    half = 1.96 * spread / math.sqrt(8)
-    assert report.difference_interval == pytest.approx((-3 / 8 - half, -3 / 8 + half))
-
-
 def test_full_model_has_no_difference_to_itself(clock):
     (report,) = compare(fakes(clock, full=Fake()), agreement_task(), COSINE)
     assert report.difference_interval == (0, 0)
@@ -202,15 +165,6 @@ def test_without_hits_there_is_no_cosine_and_no_agreement(clock, kind):
     assert report.hit_rate == 0
     for value in (report.cosine, report.cosine_5th_percentile, report.agreement):
         assert np.isnan(value)
-
-
-def test_method_that_changes_all_texts_is_compared_over_all_texts(clock):
-    outputs = turned(FULL, [0, 1, 2, 3], 0.3)
-    methods = fakes(clock, full=Fake(), sharing=Fake(outputs))
-    _, report = compare(methods, agreement_task(), COSINE, AGREEMENT, changing_all=("sharing",))
-    assert report.hit_rate == 0
-    assert report.cosine == pytest.approx((4 + 4 * math.cos(0.3)) / 8, abs=1e-6)
-    assert report.agreement == (outputs.argmax(axis=1) == FULL.argmax(axis=1)).mean()
 
 
 def test_speed_ups_are_medians_over_rounds_of_the_ratios(clock):

@@ -188,13 +188,16 @@ def test_labels_can_be_numbers_of_the_models_classes(tiny_classifier_checkpoint,
         assert report_of(tmp_path / "a.json")["methods"][0]["scores"] == {"data": 1.0}
 
 
-def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files, tmp_path):
+def test_agreement_reads_the_given_columns_and_prints_the_saved_time(
+    tiny_checkpoint, tiny_database, files, tmp_path
+):
     options = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
     text = succeeded(evaluate("agreement", tiny_checkpoint, *options, *outputs))
     assert "5 of 240 records excluded: records of evaluated texts" in text
     report = report_of(tmp_path / "a.json")
     full, reusing = report["methods"]
+    assert [full["method"], reusing["method"]] == ["full", "attncache"]
     assert report["metric"] == "cosine"
     assert report["machine"]["texts"] == 60
     assert report["machine"]["reused_heads"] == "12 of 12"
@@ -202,21 +205,11 @@ def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files
     # All texts hit, so the score of all texts is the mean over hits.
     assert reusing["score"] == reusing["scores"]["texts"] == pytest.approx(reusing["cosine"])
     assert (reusing["recorded"], reusing["agreement"]) == (0, None)
+    assert sum(reusing["hit_lengths"].values()) == pytest.approx(reusing["hit_rate"] * 60)
     assert table_of(tmp_path / "a.md")["recorded texts"] == ["0", "0"]
-
-
-def test_saved_time_is_printed_for_each_method_with_a_database(
-    tiny_checkpoint, tiny_database, files, tmp_path
-):
-    options = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
-    outputs = ("--json", tmp_path / "a.json")
-    text = " ".join(succeeded(evaluate("agreement", tiny_checkpoint, *options, *outputs)).split())
-    reports = {report["method"]: report for report in report_of(tmp_path / "a.json")["methods"]}
-    saved = 1 - 1 / reports["attncache"]["speedup"]
-    hits = reports["attncache"]["hit_lengths"]
-    assert sum(hits.values()) == pytest.approx(reports["attncache"]["hit_rate"] * 60)
-    assert f"attncache: {saved:+.3f} of the time saved over all texts" in text
-    assert text.count("of the time saved") == 1
+    shown, saved = " ".join(text.split()), 1 - 1 / reusing["speedup"]
+    assert f"attncache: {saved:+.3f} of the time saved over all texts" in shown
+    assert shown.count("of the time saved") == 1
 
 
 def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny_database, files, tmp_path):

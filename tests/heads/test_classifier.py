@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import normalize
@@ -45,22 +43,6 @@ def test_decisions_and_scores_are_scikit_learns(classes):
     np.testing.assert_allclose(class_scores(classifier.logits(asked)), expected, atol=TOLERANCE)
     assert classifier.predict(asked) == [classifier.labels[row] for row in expected.argmax(axis=1)]
     assert len(set(classifier.predict(asked))) == classes
-
-
-@pytest.fixture(scope="module")
-def of_three():
-    return fitted()
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 59), st.floats(1e-3, 1e3))
-def test_length_of_an_embedding_does_not_change_the_logits(of_three, row, factor):
-    classifier, (embeddings, _) = of_three, clouds(3)
-    np.testing.assert_allclose(
-        classifier.logits(embeddings[[row]] * np.float32(factor)),
-        classifier.logits(embeddings)[[row]],
-        atol=1e-4,
-    )
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from core_models import random_sequences
 from core_reference import FLOAT32
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core.heads import pooling
@@ -47,6 +47,7 @@ def pooled_plainly(vectors, mode, skipped):
 
 @pytest.mark.parametrize("skipped", [0, 3], ids=["whole", "without-prompt"])
 @pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(4, 30), min_size=1, max_size=6))
 def test_pooling_of_packed_sequences_is_that_of_each_alone(mode, skipped, lengths):
     batch = pack(random_sequences(lengths))

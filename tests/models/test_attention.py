@@ -37,50 +37,12 @@ def projected(tokens, heads=3, width=4, dtype=torch.float32):
     return joined.to(dtype).split(heads, dim=1)
 
 
-def by_formula(query, key, value):
+def by_formula(query, key, value, bounds=(None, None)):
     """Return (maps [h, L, L], context [L, h, d]) of one sequence in float64."""
     query, key, value = (x.double() for x in (query, key, value))
-    maps = torch.softmax(SCALE * torch.einsum("phd,qhd->hpq", query, key), dim=-1)
+    scores = SCALE * torch.einsum("phd,qhd->hpq", query, key)
+    maps = scores.masked_fill(~cells_of(len(query), *bounds), -torch.inf).softmax(dim=-1)
     return maps, torch.einsum("hpq,qhd->phd", maps, value)
-
-
-def offsets_of(lengths, first=0):
-    return first + np.concatenate(([0], np.cumsum(lengths)))
-
-
-def contexts_by_formula(query, key, value, offsets):
-    """Return the contexts [tokens, h, d] of packed sequences in float64."""
-    return torch.cat([by_formula(query[a:b], key[a:b], value[a:b])[1] for a, b in pairwise(offsets.tolist())])
-
-
-def attended(query, key, value, offsets):
-    context = torch.full(value.shape, CANARY, dtype=value.dtype)
-    attend(query, key, value, offsets, AttentionMask(SCALE), context)
-    return context
-
-
-@pytest.mark.parametrize("computing", READERS)
-@settings(max_examples=40)
-@given(lengths=st.lists(LENGTHS, min_size=1, max_size=5), before=st.integers(0, 3), after=st.integers(0, 3))
-@example([5, 5, 5, 7, 5, 5], 0, 0)
-def test_context_of_each_sequence_is_the_formulas_and_no_other_token_or_head_is_written(
-    computing, lengths, before, after
-):
-    tokens = before + sum(lengths) + after
-    query, key, value = projected(tokens)
-    offsets = offsets_of(lengths, first=before)
-    whole = torch.full((tokens, 7, 4), CANARY)
-    context = whole[:, 2:5]
-    with attention_by(computing):
-        attend(query, key, value, offsets, AttentionMask(SCALE), context)
-    expected = contexts_by_formula(query, key, value, offsets)
-    torch.testing.assert_close(context[before : tokens - after].double(), expected, atol=FLOAT32, rtol=0)
-    assert (context[:before] == CANARY).all()
-    assert (context[tokens - after :] == CANARY).all()
-    assert (whole[:, [0, 1, 5, 6]] == CANARY).all()
-
-
-BOUNDS = st.one_of(st.none(), st.integers(0, 30))
 
 
 def cells_of(length, before, after):
@@ -94,26 +56,55 @@ def cells_of(length, before, after):
     return torch.from_numpy(seen)
 
 
-@pytest.mark.parametrize("computing", READERS)
+def offsets_of(lengths, first=0):
+    return first + np.concatenate(([0], np.cumsum(lengths)))
+
+
+def contexts_by_formula(query, key, value, offsets, bounds=(None, None)):
+    """Return the contexts [tokens, h, d] of packed sequences in float64."""
+    parts = [[x[a:b] for x in (query, key, value)] for a, b in pairwise(offsets.tolist())]
+    return torch.cat([by_formula(*part, bounds)[1] for part in parts])
+
+
+def attended(query, key, value, offsets):
+    context = torch.full(value.shape, CANARY, dtype=value.dtype)
+    attend(query, key, value, offsets, AttentionMask(SCALE), context)
+    return context
+
+
+BOUNDS = st.one_of(st.none(), st.integers(0, 30))
+
+
+@pytest.mark.parametrize("computing", [*READERS, "maps"])
 @settings(max_examples=40)
-@given(lengths=st.lists(LENGTHS, min_size=1, max_size=4), before=BOUNDS, after=BOUNDS)
-@example([1, 40, 79], None, 0)
-@example([1, 40, 200], 15, 0)
-@example([1, 200], 16, 16)
-def test_a_token_attends_only_to_tokens_within_the_bounds_of_the_mask(computing, lengths, before, after):
-    query, key, value = projected(sum(lengths))
-    attention_mask, offsets = AttentionMask(SCALE, before, after), offsets_of(lengths)
-    context = torch.empty(value.shape)
-    with attention_by(computing):
-        attend(query, key, value, offsets, attention_mask, context)
-    for first, last in pairwise(offsets.tolist()):
-        q, k, v = (x[first:last].double() for x in (query, key, value))
-        scores = SCALE * torch.einsum("phd,qhd->hpq", q, k)
-        maps = scores.masked_fill(~cells_of(last - first, before, after), -torch.inf).softmax(dim=-1)
-        expected = torch.einsum("hpq,qhd->phd", maps, v)
-        torch.testing.assert_close(context[first:last].double(), expected, atol=FLOAT32, rtol=0)
-        kept = attention_maps(query[None, first:last], key[None, first:last], attention_mask)[0]
-        torch.testing.assert_close(kept.double(), maps, atol=FLOAT32, rtol=0)
+@given(
+    lengths=st.lists(LENGTHS, min_size=1, max_size=5),
+    bounds=st.tuples(BOUNDS, BOUNDS),
+    around=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+@example([5, 5, 5, 7, 5, 5], (None, None), (0, 0))
+@example([1, 40, 79], (None, 0), (0, 0))
+@example([1, 40, 200], (15, 0), (1, 2))
+@example([1, 200], (16, 16), (3, 0))
+def test_contexts_are_the_formulas_within_the_bounds_of_the_mask_and_nothing_else_is_written(
+    computing, lengths, bounds, around
+):
+    before, after = around
+    tokens = before + sum(lengths) + after
+    query, key, value = projected(tokens)
+    attention_mask, offsets = AttentionMask(SCALE, *bounds), offsets_of(lengths, first=before)
+    whole = torch.full((tokens, 7, 4), CANARY)
+    context = whole[:, 2:5]
+    if computing == "maps":
+        attend_by_maps(lambda q, k: attention_maps(q, k, attention_mask), query, key, value, offsets, context)
+    else:
+        with attention_by(computing):
+            attend(query, key, value, offsets, attention_mask, context)
+    expected = contexts_by_formula(query, key, value, offsets, bounds)
+    torch.testing.assert_close(context[before : tokens - after].double(), expected, atol=FLOAT32, rtol=0)
+    assert (context[:before] == CANARY).all()
+    assert (context[tokens - after :] == CANARY).all()
+    assert (whole[:, [0, 1, 5, 6]] == CANARY).all()
 
 
 @given(st.integers(1, 40), BOUNDS, BOUNDS)
@@ -122,17 +113,6 @@ def test_masked_pairs_are_none_if_every_token_attends_to_all(length, before, aft
     expected = ~cells_of(length, before, after)
     assert (masked is None) == (not expected.any())
     assert masked is None or torch.equal(masked, expected)
-
-
-@settings(max_examples=20)
-@given(st.lists(LENGTHS, min_size=1, max_size=5))
-def test_attention_by_maps_equals_attention(lengths):
-    query, key, value = projected(sum(lengths))
-    context, expected = torch.empty(value.shape), torch.empty(value.shape)
-    attention_mask, offsets = AttentionMask(SCALE, after=0), offsets_of(lengths)
-    attend_by_maps(lambda q, k: attention_maps(q, k, attention_mask), query, key, value, offsets, context)
-    attend(query, key, value, offsets, attention_mask, expected)
-    torch.testing.assert_close(context, expected, atol=FLOAT32, rtol=0)
 
 
 @needs_bfloat16
@@ -161,15 +141,12 @@ def test_tensors_that_the_kernel_does_not_support_are_computed_by_operators(monk
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 3), LENGTHS)
-def test_maps_and_their_contexts_follow_the_formula(n, length):
+@given(st.integers(1, 3), LENGTHS, st.tuples(BOUNDS, BOUNDS))
+def test_maps_follow_the_formula(n, length, bounds):
     query, key, value = (part.unflatten(0, (n, length)) for part in projected(n * length))
-    found = attention_maps(query, key, AttentionMask(SCALE))
-    context = apply_maps(found, value)
-    for row in range(n):
-        maps, expected = by_formula(query[row], key[row], value[row])
-        torch.testing.assert_close(found[row].double(), maps, atol=FLOAT32, rtol=0)
-        torch.testing.assert_close(context[row].double(), expected, atol=FLOAT32, rtol=0)
+    found = attention_maps(query, key, AttentionMask(SCALE, *bounds))
+    expected = torch.stack([by_formula(*row, bounds)[0] for row in zip(query, key, value, strict=True)])
+    torch.testing.assert_close(found.double(), expected, atol=FLOAT32, rtol=0)
 
 
 @needs_bfloat16
@@ -217,14 +194,11 @@ def test_all_tokens_that_attend_to_a_damaged_token_are_not_finite(computing, dty
     with attention_by(computing):
         attend(*parts.values(), offsets, attention_mask, context)
     for first, end in pairwise(offsets.tolist()):
-        query, key, value = (x[first:end].double() for x in parts.values())
-        scores = SCALE * torch.einsum("phd,qhd->hpq", query, key)
-        masked = attention_mask.masked(end - first)
-        masked = torch.zeros(end - first, end - first, dtype=torch.bool) if masked is None else masked
-        maps = scores.masked_fill(masked, -torch.inf).softmax(dim=-1)
+        value, allowed = parts["value"][first:end], cells_of(end - first, *bounds).double()
+        maps, _ = by_formula(*(x[first:end] for x in parts.values()), bounds)
         spoilt = (
             ~maps.isfinite().all(dim=-1).T[..., None]
-            | torch.einsum("pq,qhd->phd", (~masked).double(), (~value.isfinite()).double()).bool()
+            | torch.einsum("pq,qhd->phd", allowed, (~value.isfinite()).double()).bool()
         )
         assert not context[first:end].isfinite()[spoilt].any()
         assert context[first:end, [0, 2]].isfinite().all()

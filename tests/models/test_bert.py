@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_models import layers_output, random_sequences, write_json, write_model
+from core_models import last_hidden, random_sequences, write_json, write_model
 from core_reference import FLOAT32
 from family_reference import FamilyReference
 from safetensors.torch import load_file, save_file
@@ -10,16 +10,6 @@ from safetensors.torch import load_file, save_file
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model, model_shape
-from attncache_core.text.token_batch import pack
-
-
-def last_hidden(model, sequences):
-    """Return the last hidden states of each sequence, in the given order, without reuse."""
-    batch = pack(sequences)
-    with torch.inference_mode():
-        hidden = layers_output(model, batch, model.embed(batch))
-    parts = torch.split(hidden, batch.lengths.tolist())
-    return [parts[index] for index in batch.order.argsort()]
 
 
 def assert_is_reference(model, reference, sequences):
@@ -77,15 +67,6 @@ def test_model_without_all_its_weights_is_refused_with_the_first_name(tmp_path, 
     checkpoint = without_weights(write_model(tmp_path, labels=labels), part)
     with pytest.raises(UnsupportedModel, match=rf"has no weights for \S*{part}"):
         load_model(checkpoint, torch.float32)
-
-
-@pytest.mark.parametrize("content", [b"", b"no weights", bytes(100)], ids=["empty", "text", "zeros"])
-def test_weights_that_cannot_be_read_are_refused_in_one_line(tmp_path, content):
-    checkpoint = read_checkpoint(write_model(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UnsupportedModel, match=r"weights of model \S+ cannot be read") as caught:
-        load_model(checkpoint, torch.float32)
-    assert "\n" not in str(caught.value)
 
 
 OTHER_FAMILY = r"other-model is of the family .*; served are: .*\bbert\b"

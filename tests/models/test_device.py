@@ -18,7 +18,7 @@ from attncache_core.calibration.substitution import collect_maps
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.models import attention, load_model
+from attncache_core.models import attention, load_model, model_shape
 from attncache_core.models.attention import AttentionMask, attend, attend_by_maps, attention_maps
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import no_reuse
@@ -49,8 +49,8 @@ def recorded(checkpoint, folder):
 
 def run(checkpoint, segment, device):
     """Return the representations of three sequences. The first is a hit; half of the heads are reused."""
-    full = load_model(checkpoint, torch.float32)
-    half = [full.layers[0].heads // 2] * len(full.layers)
+    layers, heads = model_shape(checkpoint)
+    half = [heads // 2] * layers
     model = load_model(checkpoint, torch.float32, reused_heads=half, device=device)
     batch = pack(random_sequences(LENGTHS))
     plan = replace(no_reuse(3), records=np.array([0, -1, -1]))

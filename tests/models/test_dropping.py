@@ -7,7 +7,6 @@ import pytest
 import torch
 from core_models import prefill, random_sequences, write_sentence_transformer
 from core_reference import FLOAT32, SIXTEEN_BITS
-from family_reference import FamilyReference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -51,9 +50,8 @@ def pruned(variant, tiny_corpus, tmp_path_factory):
     return checkpoint, engine, folder
 
 
-def means_without(folder, dropped, sequences):
+def means_without(reference, dropped, sequences):
     """Return the mean states of Hugging Face's model with some modules bypassed."""
-    reference = FamilyReference(folder)
     return np.stack([reference.hidden_without(ids, dropped).mean(dim=0).numpy() for ids in sequences])
 
 
@@ -70,7 +68,9 @@ kinds = st.tuples(*[st.sampled_from(["whole", "attention", "block"])] * LAYERS).
 
 @settings(max_examples=20)
 @given(chosen=kinds, lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4))
-def test_outputs_are_the_references_with_the_modules_bypassed(tiny_checkpoint, chosen, lengths):
+def test_outputs_are_the_references_with_the_modules_bypassed(
+    tiny_checkpoint, tiny_reference, chosen, lengths
+):
     attention, blocks = (
         frozenset(number for number in range(LAYERS) if chosen[number] == kind)
         for kind in ("attention", "block")
@@ -79,7 +79,7 @@ def test_outputs_are_the_references_with_the_modules_bypassed(tiny_checkpoint, c
     checkpoint = replace(tiny_checkpoint, dropped=dropped)
     assert model_shape(checkpoint) == (chosen.count("whole"), 4)
     sequences = random_sequences(lengths)
-    expected = means_without(tiny_checkpoint.folder, dropped, sequences)
+    expected = means_without(tiny_reference, dropped, sequences)
     np.testing.assert_allclose(embeddings(checkpoint, sequences), expected, atol=FLOAT32, rtol=0)
 
 
@@ -164,7 +164,7 @@ def test_missing_layers_are_refused_when_the_model_is_loaded(tiny_checkpoint):
         load_model(checkpoint, torch.float32)
 
 
-def test_recorded_texts_hit_themselves_with_the_pruned_models_outputs(pruned, tiny_corpus):
+def test_recorded_texts_hit_themselves_with_the_pruned_models_outputs(pruned, tiny_corpus, tiny_reference):
     checkpoint, full, folder = pruned
     database = AttentionDatabase.open(folder)
     assert database.mask.reused == (4, 4)
@@ -175,7 +175,7 @@ def test_recorded_texts_hit_themselves_with_the_pruned_models_outputs(pruned, ti
     assert set(served.outcomes) == {Outcome.HIT}
     expected = prefill(full, sequences, reuse=False).outputs
     np.testing.assert_allclose(served.outputs, expected, atol=SIXTEEN_BITS, rtol=0)
-    reference = means_without(checkpoint.folder, checkpoint.dropped, sequences)
+    reference = means_without(tiny_reference, checkpoint.dropped, sequences)
     np.testing.assert_allclose(served.outputs, reference, atol=SIXTEEN_BITS, rtol=0)
 
 

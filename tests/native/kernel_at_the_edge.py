@@ -153,7 +153,8 @@ def products_of(library, kind, dtype, size, at_the_end):
 
 
 DTYPES = (torch.float32, torch.bfloat16)
-LENGTHS = [*range(1, 36), 63, 64, 65, 127, 129]
+# Around whole and half vectors of 4 to 32 numbers, and around whole tiles.
+LENGTHS = [*range(1, 10), 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 129]
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # Heads, head width and dtype: every width, with one head or several.
 SIZES = [(*size, dtype) for size in ((1, 8), (3, 24), (1, 32), (3, 64)) for dtype in DTYPES]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core.native.products import MatrixKind, PackedMatrix
@@ -69,6 +69,7 @@ def run(search, lengths, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("dimensions", [1, 16, 40, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=20).map(sorted),
     stored=st.integers(0, 40),

@@ -43,16 +43,20 @@ QUALITY = {
 }
 
 
+BUDGET = {"measure": "cosine", "least": 0.9}
+KIND = {"threshold": 0.5, "similarities": [], "damages": []}
+
+
 def policy_of(
-    *kinds: str, longest: tuple[object, ...] = (9,), least: float = 0.9, **changes: object
+    *kinds: str, longest: tuple[object, ...] = (9,), budget: dict[str, object] = BUDGET, **changes: object
 ) -> dict[str, object]:
     """Return a policy as in a manifest: a length group for each of `longest`, with these kinds of record."""
-    kind = {"threshold": 0.5, "similarities": [], "damages": [], **changes}
+    kind = {name: value for name, value in (KIND | changes).items() if value is not None}
     groups = [
         {"longest": tokens, "kinds": dict.fromkeys(kinds or ("0", "1", "2"), kind), "tightened": 0}
         for tokens in longest
     ]
-    return {"policy": {"budget": {"measure": "cosine", "least": least}, "groups": groups}}
+    return {"policy": {"budget": budget, "groups": groups}}
 
 
 def thresholds(database: AttentionDatabase) -> set[float]:
@@ -167,12 +171,6 @@ def test_manifest_that_cannot_be_read_is_corrupt(folder, content):
         AttentionDatabase.open(folder)
 
 
-def test_manifest_with_an_unknown_entry_is_corrupt(folder):
-    change_manifest(folder, colour="blue")
-    with pytest.raises(CorruptDatabase, match=r"manifest\.json cannot be read"):
-        AttentionDatabase.open(folder)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -189,13 +187,17 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         policy_of(longest=(9.5,)),
         policy_of(similarities=[0.5, 0.4], damages=[0.2, 0.1]),
         policy_of(similarities=[0.5], damages=[]),
+        policy_of(similarities=[], damages=[0.5]),
         policy_of(colour="blue"),
-        {
-            "policy": {
-                "budget": {"measure": "length", "least": 0.9},
-                "groups": policy_of()["policy"]["groups"],
-            }
-        },
+        policy_of(threshold=None),
+        policy_of(budget=BUDGET | {"measure": "length"}),
+        policy_of(budget=BUDGET | {"least": "0.9"}),
+        policy_of(budget=BUDGET | {"least": -0.01}),
+        policy_of(budget=BUDGET | {"least": 1.5}),
+        policy_of(budget=BUDGET | {"least": float("nan")}),
+        policy_of(budget=BUDGET | {"most": 1}),
+        {"policy": policy_of()["policy"] | {"colour": "blue"}},
+        {"colour": "blue"},
         {"reused_heads": [4, 4]},
         {"reused_heads": [4, 4, 5]},
         {"files": []},
@@ -230,8 +232,8 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         policy_of(similarities=[0.4, 0.5], damages=[0.1, 0.2]),
         policy_of(similarities=[0.4, 0.5], damages=[0.1, float("nan")]),
         policy_of(similarities=[0.4, float("nan")], damages=[0.2, 0.1]),
-        policy_of(least=float("nan")),
-        policy_of(least=1.5),
+        policy_of(similarities=[float("-inf")], damages=[0.5]),
+        policy_of(similarities=[0.5], damages=[float("inf")]),
     ],
     ids=str,
 )
@@ -302,9 +304,10 @@ def pickle_readers(tree: ast.AST):
                 yield "from_pretrained may read a pickled checkpoint"
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_source_reads_a_pickle(path):
-    assert list(pickle_readers(ast.parse(path.read_text(encoding="utf-8")))) == []
+def test_no_source_reads_a_pickle():
+    found = {path: [*pickle_readers(ast.parse(path.read_text(encoding="utf-8")))] for path in sources()}
+    assert len(found) > 100
+    assert {path: readers for path, readers in found.items() if readers} == {}
 
 
 @pytest.mark.parametrize(

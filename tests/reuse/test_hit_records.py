@@ -21,7 +21,6 @@ from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
 
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
-LAYERS = range(len(STORED))
 MIDDLE, LONG = 90, 130
 LENGTHS = (1, 5, 7, 8, 33, MIDDLE, LONG)
 # A value that no context has.
@@ -148,29 +147,6 @@ def test_context_of_hits_is_the_plain_product_of_their_records(
     assert_plain_products(found, groups, layer, value)
 
 
-@pytest.mark.parametrize("computing", READERS)
-def test_records_of_a_batch_serve_all_layers(segment, computing):
-    groups = [group_of(segment(length), [2, 2, 0]) for length in (9, LONG)]
-    tokens = tokens_of(groups)
-    with attention_by(computing):
-        records = HitRecords(groups)
-        for layer in (*LAYERS, 0):
-            value = values(tokens, 2, torch.float32)
-            context = torch.full(value.shape, CANARY)
-            records.apply(layer, value, context)
-            assert_plain_products(context, groups, layer, value)
-
-
-@pytest.mark.parametrize("computing", READERS)
-def test_batch_without_hits_writes_nothing(computing):
-    context = torch.full((4, 2, 8), CANARY)
-    with attention_by(computing):
-        records = HitRecords([])
-        records.apply(0, torch.randn(4, 2, 8), context)
-        assert records.count == 0
-    assert (context == CANARY).all()
-
-
 def test_hits_are_counted_over_all_groups(segment):
     assert HitRecords([group_of(segment(5), [0, 0]), group_of(segment(7), [1])]).count == 3
 
@@ -262,13 +238,3 @@ def test_the_profile_sees_a_conversion_of_maps(segment):
     converted = STORED[0] * LONG**2
     assert copies_of(events, converted).count("aten::_to_copy") == 2
     assert tensors_of(events, 2 * converted).count(1) == 2
-
-
-def test_layer_maps_are_a_view_on_the_mapped_file(segment):
-    held = segment(LONG)
-    first, second = (held.layer_maps(2, layer, 2) for layer in (0, 1))
-    assert second.data_ptr() - first.data_ptr() == STORED[0] * LONG * LONG * first.element_size()
-    assert held.layer_maps(2, 1, 1).data_ptr() == second.data_ptr()
-    assert held.addresses(np.array([4, 2])).tolist() == [
-        held.layer_maps(record, 0, 1).data_ptr() for record in (4, 2)
-    ]

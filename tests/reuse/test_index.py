@@ -45,18 +45,6 @@ def brute_force(stored: np.ndarray, asked: np.ndarray) -> tuple[np.ndarray, np.n
     return distances.argmin(axis=1), distances.min(axis=1)
 
 
-@settings(max_examples=50, deadline=None)
-@given(stored=st.integers(1, 300), asked=st.integers(1, 40), seed=st.integers(0, 1000))
-def test_nearest_is_the_brute_force_nearest(stored, asked, seed):
-    recorded, queries = vectors(stored, seed), vectors(asked, seed + 1)
-    index = FeatureIndex()
-    index.add(9, recorded)
-    found, distances = index.nearest(9, queries)
-    expected, expected_distances = brute_force(recorded, queries)
-    assert found.tolist() == expected.tolist()
-    np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
-
-
 def test_vectors_can_be_read_unless_they_are_compressed():
     index, recorded = FeatureIndex(), vectors(700)
     index.add(9, recorded)
@@ -158,9 +146,12 @@ def test_small_partition_is_searched_exactly():
     assert not is_exact(index, 6)
 
 
-@settings(max_examples=20, deadline=None)
-@given(sizes=st.dictionaries(st.integers(1, 99), st.integers(1, 30), min_size=1, max_size=4))
-def test_lengths_are_searched_separately(sizes):
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.dictionaries(st.integers(1, 99), st.integers(1, 300), min_size=1, max_size=4),
+    asked=st.integers(1, 40),
+)
+def test_nearest_is_the_brute_force_nearest_of_the_length(sizes, asked):
     index = FeatureIndex()
     for length, size in sizes.items():
         index.add(length, vectors(size, seed=length))
@@ -168,11 +159,11 @@ def test_lengths_are_searched_separately(sizes):
         assert length in index
         assert index.size(length) == size
         # Vectors of another length are never found, even if they are nearer.
-        asked = vectors(3, seed=max(sizes))
-        assert (
-            index.nearest(length, asked)[0].tolist()
-            == brute_force(vectors(size, seed=length), asked)[0].tolist()
-        )
+        queries = vectors(asked, seed=max(sizes))
+        found, distances = index.nearest(length, queries)
+        expected, expected_distances = brute_force(vectors(size, seed=length), queries)
+        assert found.tolist() == expected.tolist()
+        np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
     assert 100 not in index
 
 

@@ -149,34 +149,6 @@ def test_raising_the_threshold_only_removes_hits(tiny_engine, opened, asked, thr
         assert (after >= 0) == (similarity >= max(thresholds))
 
 
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_plan_of_a_sequence_does_not_depend_on_the_batch(tiny_engine, opened, asked, data):
-    rows = data.draw(st.permutations(range(len(asked.sequences))).map(lambda order: order[: 1 + order[0]]))
-    together = plan_of(tiny_engine, opened, [asked.sequences[row] for row in rows], threshold=0.8)
-    for index, row in enumerate(rows):
-        alone = plan_of(tiny_engine, opened, [asked.sequences[row]], threshold=0.8)
-        assert together[1][index] == pytest.approx(alone[1][0], abs=TOLERANCE, nan_ok=True)
-        if not abs(alone[1][0] - 0.8) < TOLERANCE:
-            assert together[0][index] == alone[0][0]
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_only_sequences_that_may_reuse_are_searched(tiny_engine, opened, asked, data):
-    count = len(asked.sequences)
-    allowed = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    everyone = plan_of(tiny_engine, opened, asked.sequences, 0.0)
-    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, 0.0, allowed)
-    for row in range(count):
-        if allowed[row]:
-            assert records[row] == everyone[0][row]
-            assert similarities[row] == pytest.approx(everyone[1][row], abs=TOLERANCE, nan_ok=True)
-        else:
-            assert records[row] == -1
-            assert np.isnan(similarities[row])
-
-
 def test_outcomes_follow_from_records_similarities_and_reasons():
     records = np.array([4, -1, -1, 0, -1, -1, 7])
     kinds = np.array([0, 0, 0, 1, 0, 1, 0])
@@ -193,20 +165,6 @@ def test_outcomes_follow_from_records_similarities_and_reasons():
 
 def test_only_hits_of_records_of_any_kind_count_as_hits():
     assert {outcome for outcome in Outcome if outcome.is_hit} == {Outcome.HIT, Outcome.PROTOTYPE_HIT}
-
-
-def test_plan_is_reordered_with_its_batch():
-    kinds, similarities = np.array([0, 1, 1]), np.array([0.9, 0.3, 0.8], np.float32)
-    plan = ReusePlan(
-        np.array([4, -1, 7]), kinds, similarities, np.array([3, 4, 5]), np.array([6, 7, 8]), corrupt_records=2
-    )
-    moved = plan.reordered(np.array([2, 0, 1]))
-    assert moved.records.tolist() == [7, 4, -1]
-    assert moved.kinds.tolist() == [1, 0, 1]
-    assert moved.similarities.tolist() == plan.similarities[[2, 0, 1]].tolist()
-    assert moved.reasons.tolist() == [5, 3, 4]
-    assert moved.strangeness.tolist() == [8, 6, 7]
-    assert moved.corrupt_records == 2
 
 
 def test_length_groups_in_which_reuse_does_not_pay_are_skipped(tiny_engine, opened, asked):

@@ -17,7 +17,6 @@ from core_models import SEAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
@@ -230,10 +229,3 @@ def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
         SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT, SEAL) as writer,
     ):
         writer.append(maps, [1] * LENGTH, RecordKind.STORED)
-
-
-def test_packed_segment_is_refused_as_a_square_segment(tmp_path):
-    packed = RecordLayout((1,), torch.float16, MapForm.PACKED)
-    path = write_segment(tmp_path / "a.maps", 5, packed, made_records(packed, 5, 2))
-    with pytest.raises(CorruptDatabase):
-        Segment(path, 5, RecordLayout((1,), torch.float16), SEAL)

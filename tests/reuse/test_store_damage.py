@@ -10,7 +10,7 @@ import torch
 from core_models import SEAL, flip
 
 from attncache_core.errors import CorruptDatabase
-from attncache_core.reuse.storage.layout import RecordKind, RecordLayout
+from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_header import is_finished
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
@@ -75,8 +75,9 @@ def test_missing_file_is_refused(tmp_path):
         (LENGTH + 1, LAYOUT),
         (LENGTH, RecordLayout((2, 0, 2), torch.bfloat16)),
         (LENGTH, RecordLayout((2, 0, 3), torch.float16)),
+        (LENGTH, RecordLayout((2, 0, 3), torch.bfloat16, MapForm.PACKED)),
     ],
-    ids=["another length", "fewer heads", "another dtype"],
+    ids=["another length", "fewer heads", "another dtype", "another form"],
 )
 def test_segment_of_another_kind_is_refused(segment_file, length, layout):
     with pytest.raises(CorruptDatabase, match=r"00007\.maps"):

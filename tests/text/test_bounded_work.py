@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 from core_decoders import write_llama
 from core_models import PLAIN_WORDS, write_json
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -88,12 +88,18 @@ def test_tokenizer_is_given_a_few_texts_at_a_time(tokenizer):
     assert tokenizer._tokenizer.given[-4:] == [4, 262_400, 262_400, 4]
 
 
+@pytest.fixture(scope="module")
+def plain(folder):
+    return TextTokenizer(read_checkpoint(folder))
+
+
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.sampled_from(PLAIN_WORDS), min_size=1, max_size=12).map(" ".join), max_size=12),
     st.integers(1, 80),
 )
-def test_texts_have_the_same_tokens_however_many_are_given_at_a_time(folder, texts, characters):
-    tokenizer = TextTokenizer(read_checkpoint(folder))
+def test_texts_have_the_same_tokens_however_many_are_given_at_a_time(plain, texts, characters):
+    tokenizer = plain
     expected = [tokenizer.tokenize([text], truncate=True)[0] for text in texts]
     labels = [f"{text} {number}" for number, text in enumerate(texts)]
     template = Template("", "\nanswer:")

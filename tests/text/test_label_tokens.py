@@ -90,11 +90,6 @@ def some_texts(count=4):
     return [random_text(random, int(words)) for words in random.integers(1, 9, size=count)]
 
 
-def test_labels_of_several_tokens_have_their_summed_log_probability(engine, oracle):
-    texts = some_texts()
-    np.testing.assert_allclose(summed(engine, texts, SEVERAL), oracle.scores(texts, SEVERAL), atol=SUMMED)
-
-
 INTENTS = [
     f"{first} {second} account{end}"
     for first in ("lost", "my", "zebra")
@@ -130,13 +125,6 @@ def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
     np.testing.assert_allclose(shared.outputs, alone.outputs, atol=SUMMED)
     for log_probability, expected in zip(shared.log_probabilities, alone.log_probabilities, strict=True):
         np.testing.assert_allclose(log_probability, expected, atol=SUMMED)
-
-
-def test_labels_of_one_token_differ_as_their_log_probabilities_do(engine, oracle):
-    texts = some_texts()
-    logits, expected = summed(engine, texts, SINGLE), oracle.scores(texts, SINGLE)
-    np.testing.assert_allclose(logits - logits[:, :1], expected - expected[:, :1], atol=SUMMED)
-    np.testing.assert_allclose(class_scores(logits), class_scores(expected), atol=SUMMED)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])

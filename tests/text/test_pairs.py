@@ -39,13 +39,20 @@ def checkpoint(request, tmp_path_factory):
     return read_checkpoint(WRITERS[request.param](tmp_path_factory.mktemp("models") / request.param))
 
 
+@pytest.fixture(scope="module")
+def cutting(checkpoint):
+    """A tokenizer for each length, and that of transformers. Loading them takes longer than cutting."""
+    ours = {longest: TextTokenizer(checkpoint, longest) for longest in (8, 9, 30, 31, 512)}
+    return ours, AutoTokenizer.from_pretrained(checkpoint.folder)
+
+
 @given(a_text, a_text, st.sampled_from([8, 9, 30, 512]))
 @example("", "", 512)
 @example("where " * 30, "", 9)
-def test_tokens_and_types_of_a_pair_are_those_of_transformers(checkpoint, first, second, longest):
-    theirs = AutoTokenizer.from_pretrained(checkpoint.folder)
+def test_tokens_and_types_of_a_pair_are_those_of_transformers(checkpoint, cutting, first, second, longest):
+    ours, theirs = cutting
     expected = theirs([(first, second)], truncation=True, max_length=longest)
-    (found,) = TextTokenizer(checkpoint, longest).tokenize([(first, second)], truncate=True)
+    (found,) = ours[longest].tokenize([(first, second)], truncate=True)
     assert [list(found)] == expected["input_ids"]
     types = expected.get("token_type_ids", [[0]])[0]
     if checkpoint.token_types < 2:
@@ -61,15 +68,7 @@ many_words = st.builds(
 )
 
 
-@pytest.fixture(scope="module")
-def cutting(checkpoint):
-    """A tokenizer for each length, and that of transformers. Loading them takes longer than cutting."""
-    lengths = [30, 31]
-    ours = {longest: TextTokenizer(checkpoint, longest) for longest in lengths}
-    return ours, AutoTokenizer.from_pretrained(checkpoint.folder)
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(many_words, many_words, st.sampled_from([30, 31]))
 @example("where " * 200, "? " * 300, 30)
 @example("where " * 200, "? " * 300, 31)

@@ -15,7 +15,7 @@ from attncache_core.text.prefix_tree import added_tokens, continued_prefixes
 from attncache_core.text.token_batch import pack_shared
 
 # Few token ids, so that most sequences begin like others, equal others or begin others.
-tries = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
+tries = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=8)
 NESTED = [[1] * length for length in (3, 1, 6, 3, 2)]
 
 

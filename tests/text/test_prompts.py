@@ -29,6 +29,13 @@ def llama(tiny_llama):
     return read_checkpoint(tiny_llama)
 
 
+@pytest.fixture(scope="module")
+def published(tiny_checkpoint, llama):
+    """The models with their tokenizers by transformers, which are slow to load."""
+    checkpoints = {"tiny": tiny_checkpoint, "llama": llama}
+    return {name: (made, AutoTokenizer.from_pretrained(made.folder)) for name, made in checkpoints.items()}
+
+
 def test_template_is_the_text_before_and_after_the_placeholder():
     template = Template.parse("Review: {}\nSentiment:")
     assert template == Template("Review: ", "\nSentiment:")
@@ -148,16 +155,14 @@ texts_of_words = st.lists(st.sampled_from([*PLAIN_WORDS, "ß", " "]), max_size=4
 
 
 @given(templates, texts_of_words, st.integers(24, 60), st.sampled_from(["tiny", "llama"]))
-def test_cut_text_keeps_its_first_tokens_and_its_whole_template(
-    tiny_checkpoint, llama, template, text, longest, model
-):
-    checkpoint = {"tiny": tiny_checkpoint, "llama": llama}[model].adapted(template=template)
-    whole = AutoTokenizer.from_pretrained(checkpoint.folder)(template.around(text))["input_ids"]
-    (ids,) = TextTokenizer(checkpoint, longest).tokenize([text], truncate=True)
+def test_cut_text_keeps_its_first_tokens_and_its_whole_template(published, template, text, longest, model):
+    checkpoint, theirs = published[model]
+    whole = theirs(template.around(text))["input_ids"]
+    (ids,) = TextTokenizer(checkpoint.adapted(template=template), longest).tokenize([text], truncate=True)
     gone = max(0, len(whole) - longest)
     assert len(ids) == len(whole) - gone
     # One run of tokens is missing. The suffix and the closing token follow this run.
-    closing = len(AutoTokenizer.from_pretrained(checkpoint.folder)(template.suffix)["input_ids"]) - 1
+    closing = len(theirs(template.suffix)["input_ids"]) - 1
     kept = [at for at in range(len(ids) + 1) if whole[:at] + whole[at + gone :] == ids]
     assert kept
     if gone:
@@ -183,18 +188,18 @@ def some_texts():
     return [random_text(random, words) for words in (2, 3, 5, 7, 20)]
 
 
-@pytest.mark.parametrize("name", ["ask", "find", "none", None])
 @pytest.mark.parametrize("include_prompt", [True, False], ids=["with-prompt", "without-prompt"])
 @pytest.mark.parametrize("mode", DECODER_POOLING)
 def test_decoders_embeddings_are_those_of_sentence_transformers_for_every_prompt(
-    tmp_path, mode, include_prompt, name
+    tmp_path, mode, include_prompt
 ):
     folder = write_llama(tmp_path)
     write_modules(folder, {"pooling_mode": mode, "include_prompt": include_prompt}, prompts=PROMPTS)
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    texts = some_texts()
-    ours = engine.embed(texts, prompt_name=name)
-    np.testing.assert_allclose(ours, theirs(engine.checkpoint, texts, prompt_name=name), atol=FLOAT32)
+    texts, published = some_texts(), SentenceTransformer(str(folder), device="cpu")
+    for name in ("ask", "find", "none", None):
+        expected = published.encode(texts, batch_size=1, prompt_name=name)
+        np.testing.assert_allclose(engine.embed(texts, prompt_name=name), expected, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("mode", [None, *DECODER_POOLING])
@@ -268,10 +273,15 @@ def test_pooling_of_a_classifier_is_refused(tiny_classifier_checkpoint):
         tiny_classifier_checkpoint.adapted(pooling="mean")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(llama):
+    return TextTokenizer(llama)
+
+
 @pytest.mark.parametrize("prefix", ["the bank: ", "the bank:", "ask\n", "\n\n", 'This "'])
 @given(text=st.lists(st.sampled_from([*PLAIN_WORDS, "zebra", "7", "("]), min_size=1).map(" ".join))
-def test_front_of_a_template_begins_every_text_in_it(llama, prefix, text):
-    tokenizer, template = TextTokenizer(llama), Template(prefix, " means")
+def test_front_of_a_template_begins_every_text_in_it(tokenizer, prefix, text):
+    template = Template(prefix, " means")
     front = tokenizer.front(template)
     assert (
         tokenizer.tokenize([text], truncate=True, prompt=tokenizer.prompt(template))[0][: len(front)] == front

@@ -27,10 +27,16 @@ def write(folder, **parts):
     return checkpoint, TextTokenizer(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def both(tiny_checkpoint):
+    """The tiny model's tokenizer, and the same by transformers."""
+    return TextTokenizer(tiny_checkpoint), AutoTokenizer.from_pretrained(tiny_checkpoint.folder)
+
+
 @given(st.lists(st.one_of(texts_of_words, any_text), min_size=1, max_size=5))
-def test_tokens_are_those_of_the_hugging_face_tokenizer(tiny_checkpoint, texts):
-    expected = AutoTokenizer.from_pretrained(tiny_checkpoint.folder)(texts)["input_ids"]
-    assert TextTokenizer(tiny_checkpoint).tokenize(texts, truncate=True) == expected
+def test_tokens_are_those_of_the_hugging_face_tokenizer(both, texts):
+    ours, theirs = both
+    assert ours.tokenize(texts, truncate=True) == theirs(texts)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -90,19 +96,21 @@ def test_refusing_once_does_not_change_later_calls(tmp_path):
     assert len(tokenizer.tokenize([long], truncate=True)[0]) == 6
 
 
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    """The tokenizer of the tiny model with a default prompt."""
+    _, tokenizer = write(tmp_path_factory.mktemp("prompted"), prompts=PROMPT)
+    return tokenizer
+
+
 @given(texts_of_words)
-def test_default_prompt_stands_before_every_text(tmp_path_factory, text):
-    folder = tmp_path_factory.getbasetemp() / "prompted"
-    if not folder.exists():
-        write_sentence_transformer(folder, prompts=PROMPT)
-    checkpoint = read_checkpoint(folder)
-    plain = AutoTokenizer.from_pretrained(folder)
-    assert TextTokenizer(checkpoint).tokenize([text], truncate=True) == [plain("query: " + text)["input_ids"]]
+def test_default_prompt_stands_before_every_text(both, prompted, text):
+    _, plain = both
+    assert prompted.tokenize([text], truncate=True) == [plain("query: " + text)["input_ids"]]
 
 
-def test_prompt_tokens_are_counted_with_the_opening_token_and_without_the_closing_one(tmp_path):
-    _, tokenizer = write(tmp_path, prompts=PROMPT)
-    assert tokenizer.prompt_tokens == 3  # [CLS] query :
+def test_prompt_tokens_are_counted_with_the_opening_token_and_without_the_closing_one(prompted):
+    assert prompted.prompt_tokens == 3  # [CLS] query :
 
 
 @pytest.mark.parametrize("prompts", [None, {"prompts": {"ask": "query: "}, "default_prompt_name": None}])

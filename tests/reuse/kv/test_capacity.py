@@ -85,17 +85,6 @@ class Clock:
         return self.seconds
 
 
-def test_a_session_counts_once_and_until_the_window_has_passed_since_its_last_use():
-    clock = Clock()
-    sessions = DistinctSessions(60, clock)
-    for clock.seconds, session in [(0, "a"), (10, "b"), (30, "a")]:
-        sessions.used(session)
-    counts = {}
-    for clock.seconds in (30, 69, 70, 89, 90):
-        counts[clock.seconds] = sessions.count()
-    assert counts == {30: 2, 69: 2, 70: 1, 89: 1, 90: 0}
-
-
 def test_a_session_of_an_earlier_window_takes_no_memory():
     class Session:
         pass

@@ -110,16 +110,6 @@ def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     assert_same(model, again.outputs, first.outputs)
 
 
-def test_a_conversation_computes_only_its_new_tokens(model):
-    store, history = store_of(model), []
-    for turn in range(6):
-        new = random_ids(11 + turn, turn)
-        history = history + new
-        result = run(model, store, [history])
-        assert result.report.tokens == len(new)
-        assert_same(model, result.outputs, plain(model, [history]).outputs)
-
-
 def test_how_many_tokens_are_computed_depends_on_the_own_salt_only(model):
     store, ids = store_of(model), random_ids(50)
     assert run(model, store, [ids], salts=[b"one"]).report.tokens == 50
