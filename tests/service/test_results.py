@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import queueing
-from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,8 +233,8 @@ def unit(vector):
     return vector / np.linalg.norm(vector)
 
 
-async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path):
-    engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path)), dtype="float32")
+async def test_kept_result_of_a_real_model_equals_the_computed_one(folder):
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
 
     async def ask(client, **headers):
         return await client.post("/embed", json={"inputs": "my bank account"}, headers=headers)

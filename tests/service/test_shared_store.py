@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import Clock
 from valkeys import running_valkey
 
 from service.access.quotas import Quotas, QuotaUse
@@ -37,13 +38,6 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
-
-
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
 
 
 class Model:

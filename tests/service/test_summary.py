@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_decoders import write_llama
 
 from attncache_core import AttentionDatabase, KeyValueOptions, PrefillEngine, native, require_gain
 from attncache_core.checkpoints.description import read_checkpoint
@@ -122,10 +121,9 @@ def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_ch
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_summary_says_how_many_keys_and_values_are_stored(tmp_path, on_disk):
-    folder = tmp_path / "kv" if on_disk else None
-    checkpoint = read_checkpoint(write_llama(tmp_path / "llama"))
-    engine = PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions(2**22, folder=folder))
+def test_summary_says_how_many_keys_and_values_are_stored(folder, tmp_path, on_disk):
+    options = KeyValueOptions(2**22, folder=tmp_path if on_disk else None)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=options)
     lines = lines_of(engine)
     assert lines["reuse"].startswith("storing keys and values in up to 4 MiB of memory")
     assert ("on disk" in lines["reuse"]) is on_disk
