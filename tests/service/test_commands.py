@@ -148,14 +148,6 @@ def test_excluding_the_whole_corpus_is_one_line(tiny_checkpoint, files, tmp_path
     assert not (tmp_path / "a.db").exists()
 
 
-def test_inspecting_an_incomplete_quality_is_one_line(built, tmp_path):
-    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    del manifest["quality"]["hit_rate"]
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert_one_line(run("inspect", folder), "manifest.json cannot be read", "build it again")
-
-
 def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(built):
     folder, _ = built
     text = succeeded(run("inspect", folder))

@@ -665,14 +665,3 @@ def test_only_hits_are_verified_for_both_kinds_of_records():
     serve(engine, verifier, ["stored", "new", "prototype"])
     verify_all(verifier)
     assert verified_texts(engine) == ["stored", "prototype"]
-
-
-async def test_rate_of_zero_computes_nothing_twice():
-    engine = hitting_engine(damage=0.1)
-    async with serving(engine, verify_rate=0) as client:
-        for _ in range(10):
-            await client.post("/embed", json={"inputs": ["short"] * 50})
-        values = await values_of(client)
-        assert client._transport.app.state.service.serving().batcher.verifier is None
-    assert len(engine.batches) == 10
-    assert (values[(VERIFIED,)], values[(FAILURES,)]) == (0, 0)
