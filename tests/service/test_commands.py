@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,8 +171,7 @@ def test_inspect_as_json_is_the_manifest(built):
 
 
 def test_verify_ends_with_exit_code_1_and_names_the_damage(built, tmp_path):
-    folder = tmp_path / "a.db"
-    subprocess.run(["cp", "-r", built[0], folder], check=True)
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
     path = folder / "maps" / "00006.maps"
     content = bytearray(path.read_bytes())
     content[2 * 4096] ^= 1
@@ -286,17 +283,6 @@ def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, co
     arguments = ("--corpus", tmp_path / "a.tsv", "--database", tmp_path / "a.db", *options)
     assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), *words)
     assert not (tmp_path / "a.db").exists()
-
-
-def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tiny_checkpoint, tmp_path):
-    command = [sys.executable, "-c", "from service.cli import main; main()", "build", "--corpus", "-"]
-    command += [*model_arguments(tiny_checkpoint), "--database", str(tmp_path / "a.db")]
-    ended = subprocess.run(command, input=f"{PRIVATE}\n".encode(), capture_output=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stdout == b""
-    (line,) = ended.stderr.decode().splitlines()
-    assert line.startswith("attncache: the corpus has 1 distinct texts")
-    assert PRIVATE not in line
 
 
 @pytest.mark.parametrize("columns", [20, 60, 200])
