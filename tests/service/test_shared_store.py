@@ -89,14 +89,14 @@ async def compare_with_dictionary(stored, clock, steps):
 @pytest.mark.parametrize("kind", ["local", "sqlite"])
 @settings(max_examples=60)
 @given(steps=STEPS)
-def test_stores_do_what_a_dictionary_does(kind, folder, steps):
+async def test_stores_do_what_a_dictionary_does(kind, folder, steps):
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("service.store.time.monotonic", clock)
         path = folder / "model.sqlite"
         path.unlink(missing_ok=True)
         stored = LocalStore(clock=clock) if kind == "local" else SqliteStore(path)
-        asyncio.run(compare_with_dictionary(stored, clock, steps))
+        await compare_with_dictionary(stored, clock, steps)
         if kind == "sqlite":
             stored.close()
 
@@ -109,18 +109,14 @@ def valkey(tmp_path_factory):
 
 @settings(max_examples=60)
 @given(steps=STEPS)
-def test_shared_store_does_what_a_dictionary_does(valkey, steps):
+async def test_shared_store_does_what_a_dictionary_does(valkey, steps):
     # Its clock is the server's, so nothing expires here.
     still = [step for step in steps if step[0] != "wait"]
     valkey.ask("FLUSHALL")
-
-    async def compare():
-        stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
-        await stores.store("another*").put("a", b"of another use")
-        await compare_with_dictionary(stores.store("use"), Clock(), still)
-        await stores.close()
-
-    asyncio.run(compare())
+    stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
+    await stores.store("another*").put("a", b"of another use")
+    await compare_with_dictionary(stores.store("use"), Clock(), still)
+    await stores.close()
 
 
 async def test_shared_values_expire_and_a_large_store_is_counted_by_a_sample(valkey):
