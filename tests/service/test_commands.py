@@ -75,44 +75,33 @@ def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
     assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
 
 
-def recorded(engine, folder, texts):
-    store = AttentionDatabase.open(folder).search.store
-    return [store.record_of(ids) is not None for ids in engine.tokenize(texts)]
-
-
-def test_excluded_texts_are_not_recorded_whatever_their_spelling(
-    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+def test_corpus_is_several_files_and_columns_without_excluded_texts_whatever_their_spelling(
+    tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
 ):
     texts = [sentence.text for sentence in tiny_corpus]
-    lines = ["query,answer", f"{texts[0]},{texts[100].upper()}", f"{texts[200]},nowhere to be found"]
-    (tmp_path / "evaluated.csv").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "more.txt").write_text(f"{texts[7]}\n{texts[0]}\n", encoding="utf-8")
-    exclude = (
-        *("--exclude", f"{tmp_path / 'evaluated.csv'}:query,answer"),
-        # --without is the former name of --exclude.
-        *("--without", tmp_path / "more.txt"),
-    )
-    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *exclude)
-    result = run("build", *model_arguments(tiny_checkpoint), *arguments, "--heads", "all")
-    succeeded(result)
-    assert "4 of 240 texts excluded" in result.stderr.splitlines()
-    held = recorded(tiny_engine, tmp_path / "a.db", texts)
-    assert [index for index, is_held in enumerate(held) if not is_held] == [0, 7, 100, 200]
-    assert AttentionDatabase.open(tmp_path / "a.db").manifest.build["texts"] == 236
-
-
-def test_several_files_and_columns_are_one_corpus(tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path):
-    texts = [sentence.text for sentence in tiny_corpus]
     pairs = zip(texts[:60], texts[60:120], strict=True)
-    lines = ["left,right", *(",".join(pair) for pair in pairs)]
-    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "more.txt").write_text("\n".join(texts[120:200]), encoding="utf-8")
+    files = {
+        "pairs.csv": ["left,right", *(",".join(pair) for pair in pairs)],
+        "more.txt": texts[120:200],
+        "evaluated.csv": ["query,answer", f"{texts[0]},{texts[100].upper()}", f"{texts[150]},nowhere"],
+        "without.txt": [texts[7], texts[0]],
+    }
+    for name, lines in files.items():
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
     arguments = (
         *("--corpus", f"{tmp_path / 'pairs.csv'}:right,left", "--corpus", tmp_path / "more.txt"),
+        *("--exclude", f"{tmp_path / 'evaluated.csv'}:query,answer"),
+        # --without is the former name of --exclude.
+        *("--without", tmp_path / "without.txt"),
         *("--database", tmp_path / "a.db", "--heads", "all"),
     )
-    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
-    assert recorded(tiny_engine, tmp_path / "a.db", texts) == [True] * 200 + [False] * 40
+    result = run("build", *model_arguments(tiny_checkpoint), *arguments)
+    succeeded(result)
+    assert "4 of 200 texts excluded" in result.stderr.splitlines()
+    store = AttentionDatabase.open(tmp_path / "a.db").search.store
+    held = [store.record_of(ids) is not None for ids in tiny_engine.tokenize(texts)]
+    assert held == [index < 200 and index not in (0, 7, 100, 150) for index in range(240)]
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.build["texts"] == 196
 
 
 def test_prototypes_dimensions_and_longest_text_are_what_the_options_say(
