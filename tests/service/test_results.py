@@ -473,7 +473,7 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     busy = await hold(engine, batcher)
     before = engine.tokenized
     other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
-    known = [submit(batcher, "known", flow=("known",)) for _ in range(3000)]
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
     other = other or [submit(batcher, "other", flow=("other",))]
     engine.may_run.set()
     await asyncio.gather(busy, *other, *known)

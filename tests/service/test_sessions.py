@@ -69,40 +69,44 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14))
-def test_histories_are_those_of_a_dictionary(steps):
-    asyncio.run(scenario_of(steps))
-
-
-async def scenario_of(steps):
-    known = {}
+@pytest.fixture(scope="module")
+async def client():
     async with serving() as client:
-        clock = use_clock(client)
-        for session, salt, (operation, value) in steps:
-            if operation == "wait":
-                clock.seconds += value
+        yield client
+
+
+@settings(max_examples=60)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14
+    )
+)
+async def test_histories_are_those_of_a_dictionary(client, steps):
+    known, clock = {}, use_clock(client)
+    for session, salt, (operation, value) in steps:
+        if operation == "wait":
+            clock.seconds += value
+            continue
+        key = salt, session
+        last, turns = known.pop(key, (-TTL, []))
+        turns = turns if clock.seconds - last < TTL else []
+        if operation == "fail":
+            response = await ask(client, session, salt, transcript=[value])
+            assert response.status_code == 500
+        elif operation == "append":
+            response = await ask(client, session, salt, append=value)
+            if not turns:
+                assert_failed(response, 404, "unknown_session", "session_id")
                 continue
-            key = salt, session
-            last, turns = known.pop(key, (-TTL, []))
-            turns = turns if clock.seconds - last < TTL else []
-            if operation == "fail":
-                response = await ask(client, session, salt, transcript=[value])
-                assert response.status_code == 500
-            elif operation == "append":
-                response = await ask(client, session, salt, append=value)
-                if not turns:
-                    assert_failed(response, 404, "unknown_session", "session_id")
-                    continue
-                turns = [*turns, value]
-                assert_is_about(response, "".join(turns))
-            else:
-                turns = [*turns[:-1], value] if operation == "edit" else value
-                assert_is_about(await ask(client, session, salt, transcript=turns), "".join(turns))
-            if turns:
-                known[key] = clock.seconds, turns
-        alive = sum(clock.seconds - last < TTL for last, _ in known.values())
-        assert await app_of(client).state.service.sessions.count() == alive
+            turns = [*turns, value]
+            assert_is_about(response, "".join(turns))
+        else:
+            turns = [*turns[:-1], value] if operation == "edit" else value
+            assert_is_about(await ask(client, session, salt, transcript=turns), "".join(turns))
+        if turns:
+            known[key] = clock.seconds, turns
+    alive = sum(clock.seconds - last < TTL for last, _ in known.values())
+    assert await app_of(client).state.service.sessions.count() == alive
 
 
 async def test_turn_whose_answer_is_refused_is_not_in_the_history(monkeypatch):
@@ -223,21 +227,6 @@ async def test_client_that_leaves_releases_its_session(leaving):
         answers = [await task for task in tasks]
         assert_is_about(answers[-1], "abc")
         assert (sessions._turns, sessions._waiting) == ({}, 0)
-
-
-async def test_cancelled_request_releases_its_session():
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        await ask(client, transcript=["a"])
-        engine.may_run.clear()
-        first, second = (asyncio.create_task(ask(client, append=text)) for text in "bc")
-        await asyncio.to_thread(engine.runs.acquire)
-        last = asyncio.create_task(ask(client, append="d"))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        second.cancel()
-        engine.may_run.set()
-        assert_is_about(await last, "ad")
 
 
 async def test_expired_session_is_found_while_a_request_of_it_runs():
@@ -506,17 +495,6 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
         assert cached(hidden)[0] == 0
         computed = await ask(client, headers=REUSE_OFF, append=" zebra")
         assert cached(computed)[0] == 0
-
-
-async def test_texts_of_one_salt_share_keys_and_values(folder):
-    engine = engine_of(folder, pooling="mean")
-    known = []
-    async with serving(engine) as client:
-        for salt in ("x", "x", "y", None, "x", None):
-            response = await client.post("/embed", json={"inputs": TURNS[0], "cache_salt": salt})
-            known.append(cached(response)[0])
-    asked = len(engine.tokenize(TURNS[:1])[0])
-    assert known == [0, asked, 0, 0, asked, asked]
 
 
 async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
