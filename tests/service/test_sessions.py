@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from queueing import until_waiting
 from raw_http import request_and_leave
 from running import Clock
 
@@ -197,8 +198,7 @@ async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do
         first = await begun(engine, ask(client, append="b"))
         second = asyncio.create_task(ask(client, append="c"))
         other = asyncio.create_task(ask(client, "other", transcript=["z"]))
-        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await until_waiting(client, 1)
         engine.may_run.set()
         for task, text in ((first, "ab"), (second, "abc"), (other, "z")):
             assert_is_about(await task, text)
@@ -466,6 +466,13 @@ def engine_of(folder, *, max_tokens=None, **adapted):
     return PrefillEngine.load(checkpoint, dtype="float32", key_values=options, max_tokens=max_tokens)
 
 
+def growing(turns):
+    """Yield the number of turns and the body of each request of a conversation."""
+    yield 1, {"transcript": turns[:1]}
+    for count, turn in enumerate(turns[1:], 2):
+        yield count, {"append": turn}
+
+
 def cached(response):
     known, asked = response.headers["X-AttnCache-Cached-Tokens"].split("/")
     return int(known), int(asked)
@@ -477,8 +484,7 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
     frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     ids = engine.tokenizer.turns(TURNS)
     async with serving(engine) as client:
-        for count in range(1, len(TURNS) + 1):
-            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+        for count, turn in growing(TURNS):
             response = await ask(client, **turn)
             before = sum(map(len, ids[: count - 1]))
             sequence = frame.around([token for ids in ids[:count] for token in ids])
@@ -502,8 +508,7 @@ async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
     engine = engine_of(folder, label_logits=True, labels=labels)
     frame = engine.tokenizer.frame(engine.decisions.labels_in(None, labels).prompt)
     async with serving(engine) as client:
-        for count in range(1, len(TURNS) + 1):
-            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+        for count, turn in growing(TURNS):
             response = await client.post("/classify", json={"session_id": "s", **turn})
             alone = {"session_id": "all", "transcript": TURNS[:count]}
             full = await client.post("/classify", json=alone, headers=REUSE_OFF)
@@ -563,8 +568,7 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine):
     frame = tiny_engine.tokenizer.frame(tiny_engine.tokenizer.default_prompt)
     turns = ["lost card", "help my bank", "money"]
     async with serving(tiny_engine) as client:
-        for count in range(1, len(turns) + 1):
-            turn = {"transcript": turns[:1]} if count == 1 else {"append": turns[count - 1]}
+        for count, turn in growing(turns):
             response = await ask(client, **turn)
             assert "X-AttnCache-Cached-Tokens" not in response.headers
             ids = [token for turn in tiny_engine.tokenizer.turns(turns[:count]) for token in turn]

@@ -311,8 +311,7 @@ def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_pat
 async def test_stopped_server_keeps_its_findings(tmp_path):
     async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
         await client.post("/embed", json={"inputs": ["short"] * 5})
-        while (await values_of(client))[(VERIFIED,)] < 5:
-            await asyncio.sleep(0.001)
+        await until_verified(client, 5)
     assert kept_hits(tmp_path) == pytest.approx([1.0] * 5, abs=1e-6)
 
 
@@ -487,6 +486,12 @@ async def values_of(client):
     return samples((await client.get("/metrics")).text)
 
 
+async def until_verified(client, count):
+    """Wait until `count` hits have been verified."""
+    while (await values_of(client))[(VERIFIED,)] < count:
+        await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize(
     ("path", "more"), [("/embed", {}), ("/classify", {"labels": ["yes", "no"]})], ids=["embed", "classify"]
 )
@@ -515,8 +520,7 @@ async def test_whole_answer_has_been_sent_when_verification_begins(path, more):
         transport.app = telling_app
         for count in range(1, 9):
             await client.post(path, json={"inputs": "a", **more})
-            while (await values_of(client))[(VERIFIED,)] < count:
-                await asyncio.sleep(0.001)
+            await until_verified(client, count)
     assert happened == ["with reuse", "sent", "in full"] * 8
 
 
@@ -559,8 +563,7 @@ async def test_labels_are_never_verified():
     engine = hitting_engine()
     async with serving(engine, verify_rate=1) as client:
         await client.post("/classify", json={"inputs": "text", "labels": ["yes", "no"]})
-        while (await values_of(client))[(VERIFIED,)] < 1:
-            await asyncio.sleep(0.001)
+        await until_verified(client, 1)
     assert engine.batches == [["yes", "no"], ["text"], ["text"]]
 
 
