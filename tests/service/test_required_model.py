@@ -26,7 +26,7 @@ async def test_answer_names_the_model_as_info_does(path, body):
 
 async def test_error_names_the_model_too():
     async with serving() as client:
-        for inputs, status in (("", 400), (FAILING, 500), (["a"] * 257, 422)):
+        for inputs, status in (("", 400), (FAILING, 500), (["a"] * 1025, 422)):
             answer = await client.post("/embed", json={"inputs": inputs})
             assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (status, OWN)
 
