@@ -89,14 +89,14 @@ async def compare_with_dictionary(stored, clock, steps):
 @pytest.mark.parametrize("kind", ["local", "sqlite"])
 @settings(max_examples=60)
 @given(steps=STEPS)
-async def test_stores_do_what_a_dictionary_does(kind, folder, steps):
+def test_stores_do_what_a_dictionary_does(kind, folder, steps):
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("service.store.time.monotonic", clock)
         path = folder / "model.sqlite"
         path.unlink(missing_ok=True)
         stored = LocalStore(clock=clock) if kind == "local" else SqliteStore(path)
-        await compare_with_dictionary(stored, clock, steps)
+        asyncio.run(compare_with_dictionary(stored, clock, steps))
         if kind == "sqlite":
             stored.close()
 
