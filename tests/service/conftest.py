@@ -10,7 +10,7 @@ from attncache_core import BuildOptions
 from service.commands import build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend():
     return "asyncio"
 

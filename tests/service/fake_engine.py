@@ -36,6 +36,7 @@ NOT_FINITE = "the engine makes NaN of this text"
 CORRUPT = "the record of this text is damaged"
 SIMILARITY = 0.999  # of every hit
 OWN_PROMPT = Prompt(Template(), (SequencePlan(0),))
+UNITS = np.eye(DIMENSIONS, dtype=np.float32)  # the embeddings of single tokens
 
 
 def embedding_of(ids):
@@ -222,7 +223,7 @@ class FakeEngine:
                 np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
                 np.array([self.strangeness(text) for text in texts], np.float32),
             ),
-            token_states=[np.stack([embedding_of([token]) for token in request.ids]) for request in requests],
+            token_states=[UNITS[np.remainder(request.ids, DIMENSIONS)] for request in requests],
         )
 
     def embeddings(self, outputs, *, normalize=None, dimensions=None):
@@ -333,7 +334,7 @@ async def serving(engine=None, **settings):
 
 async def ready(client):
     """Wait until the server of a client is ready."""
-    while (await client.get("/ready")).status_code == 503:
+    while not client._transport.app.state.service.is_ready:
         await asyncio.sleep(0.001)
 
 

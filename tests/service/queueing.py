@@ -15,6 +15,9 @@ from service.batching.batcher import Batcher
 from service.batching.sources import Texts
 from service.observability.metrics import Metrics
 
+# Making all metrics takes longer than most tests of a batcher.
+UNREAD = Metrics()
+
 
 @asynccontextmanager
 async def batching(
@@ -29,7 +32,7 @@ async def batching(
 ):
     """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
     limits = Limits(tokens, sequences, queue, 10**6, queue_tokens, queue_seconds)
-    batcher = Batcher(engine, limits, metrics or Metrics(), **more)
+    batcher = Batcher(engine, limits, metrics or UNREAD, **more)
     try:
         yield batcher
     finally:
@@ -56,6 +59,12 @@ async def queued(batcher, count):
         await asyncio.sleep(0.0005)
 
 
+async def until_waiting(client, sequences):
+    """Wait until this number of sequences waits in the queue of a server."""
+    while f"attncache_queue_sequences {sequences}.0" not in (await client.get("/metrics")).text:
+        await asyncio.sleep(0.001)
+
+
 @asynccontextmanager
 async def full_queue(engine):
     """Yield a client of a server that computes one text, while two texts wait and no other one may."""
@@ -65,8 +74,7 @@ async def full_queue(engine):
         running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
         await asyncio.to_thread(engine.runs.acquire)
         running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
-        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await until_waiting(client, 2)
         yield client
         engine.may_run.set()
         await asyncio.gather(*running)

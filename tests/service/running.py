@@ -1,6 +1,6 @@
 """What tests of a server share: a clock, metrics by name, API keys, and a request that was answered."""
 
-from prometheus_client.parser import text_string_to_metric_families
+import re
 
 from service.observability.finished import FinishedRequest
 
@@ -15,12 +15,17 @@ class Clock:
 
 
 def samples(text):
-    """Return a dictionary: (name, label value, ...) -> value."""
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    """Return a dictionary: (name, label value, ...) -> value.
+
+    The parser of prometheus_client, by which test_monitoring.py reads the metrics, takes ten times as long.
+    """
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name, _, labels = series.partition("{")
+            found[(name, *re.findall('="([^"]*)"', labels))] = float(value)
+    return found
 
 
 ONE = "first-key-0123456789"

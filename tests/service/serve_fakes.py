@@ -19,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 from fake_engine import FakeEngine, texts_of
 
 import service
-from attncache_core import ModelNotFound
+from attncache_core import BuildOptions, ModelNotFound, build_database, default_corpus
+from attncache_core.build import default
 from service.cli import main as attncache
 from service.commands.serve import configure_logging
 from service.loading import rebuild
@@ -117,6 +119,11 @@ def run(folder, name, manner, settings):
     tempfile.tempdir = str(folder / name)
     if manner == "command":
         if settings.get("forks_builder"):
+            # Little is built, and not at the lowest priority, because a test waits for it.
+            corpus = default_corpus()[:400]
+            default.default_corpus = lambda: corpus
+            default.build_database = partial(build_database, options=BuildOptions(training_steps=20))
+            rebuild._LOWEST_PRIORITY = 0
             builder = ForkedBuilder()
             rebuild.subprocess = SimpleNamespace(
                 PIPE=subprocess.PIPE, Popen=lambda *command, **_: builder.begin(*command)

@@ -11,19 +11,7 @@ from service.errors import QueueFull
 pytestmark = pytest.mark.anyio
 
 
-async def test_thousands_of_texts_delay_another_clients_text_by_one_batch():
-    engine = FakeEngine()
-    async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
-        busy = await hold(engine, batcher)
-        many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
-        one = submit(batcher, ["one text"], flow=("modest",))
-        engine.may_run.set()
-        await asyncio.gather(busy, one, *many)
-    # The greedy client came first, and has one batch before the other's turn.
-    assert "one text" in engine.batches[2]
-
-
-async def test_text_that_arrives_later_is_in_the_next_batch():
+async def test_text_of_another_client_that_arrives_later_is_in_the_next_batch():
     engine = FakeEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
         many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
@@ -107,18 +95,15 @@ async def test_servers_deadline_holds_without_a_header_and_a_header_cannot_exten
             assert response.status_code == 504
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "1_0"])
-async def test_timeout_must_be_a_number_of_seconds(value):
+async def test_timeout_must_be_a_number_of_seconds():
     async with serving(FakeEngine()) as client:
-        response = await client.post(
-            "/embed", json={"inputs": "text"}, headers={"X-AttnCache-Timeout": value}
-        )
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["field"]) == (
-        400,
-        "invalid_input",
-        "X-AttnCache-Timeout",
-    )
+        for value in ("0", "-1", "nan", "inf", "soon", "", "1_0"):
+            response = await client.post(
+                "/embed", json={"inputs": "a"}, headers={"X-AttnCache-Timeout": value}
+            )
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "invalid_input"), value
+            assert error["field"] == "X-AttnCache-Timeout"
 
 
 async def test_bytes_are_given_back_whatever_happens():

@@ -97,7 +97,7 @@ ODD_VALUES = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def client():
     async with serving(FakeEngine(), max_request_inputs=8, max_queue_sequences=8) as client:
         yield client

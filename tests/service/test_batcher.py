@@ -67,26 +67,23 @@ async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_
 @given(
     requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 4), sharing=st.booleans()
 )
-def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
+async def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
     requests, tokens, sequences, sharing
 ):
-    async def scenario():
-        engine = LabelledEngine()
-        engine.sharing = sharing
-        async with batching(engine, tokens, sequences) as batcher:
-            await hold(engine, batcher)
-            pending = [submit(batcher, texts, prompt=LABELLED) for texts in requests]
-            await queued(batcher, len(requests))
-            engine.may_run.set()
-            for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
-                assert_result_of([text + end for text in texts for end in "xyz"], result)
-            assert batcher.waiting_tokens == 0
-        for batch in engine.batches[1:]:
-            prefixes = {text[: end + 1] for text in batch for end in range(len(text))}
-            computed = len(prefixes) if sharing else sum(map(len, batch))
-            assert computed <= tokens or len(batch) == 1
-
-    asyncio.run(scenario())
+    engine = LabelledEngine()
+    engine.sharing = sharing
+    async with batching(engine, tokens, sequences) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, texts, prompt=LABELLED) for texts in requests]
+        await queued(batcher, len(requests))
+        engine.may_run.set()
+        for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
+            assert_result_of([text + end for text in texts for end in "xyz"], result)
+        assert batcher.waiting_tokens == 0
+    for batch in engine.batches[1:]:
+        prefixes = {text[: end + 1] for text in batch for end in range(len(text))}
+        computed = len(prefixes) if sharing else sum(map(len, batch))
+        assert computed <= tokens or len(batch) == 1
 
 
 async def test_request_whose_prefixes_are_shared_reuses_nothing():
@@ -217,19 +214,17 @@ async def test_cancelled_request_is_not_run_again():
     tokens=st.integers(1, 200),
     sequences=st.integers(1, 10),
 )
-def test_requests_get_their_own_result_or_their_own_error_whatever_they_were_batched_with(
+async def test_requests_get_their_own_result_or_their_own_error_whatever_they_were_batched_with(
     requests, tokens, sequences
 ):
-    async def scenario():
-        engine = FakeEngine()
-        async with batching(engine, tokens, sequences) as batcher:
-            await hold(engine, batcher)
-            pending = [submit(batcher, texts) for texts in requests]
-            await queued(batcher, len(requests))
-            engine.may_run.set()
-            return await asyncio.gather(*pending, return_exceptions=True)
-
-    for texts, answer in zip(requests, asyncio.run(scenario()), strict=True):
+    engine = FakeEngine()
+    async with batching(engine, tokens, sequences) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, texts) for texts in requests]
+        await queued(batcher, len(requests))
+        engine.may_run.set()
+        answers = await asyncio.gather(*pending, return_exceptions=True)
+    for texts, answer in zip(requests, answers, strict=True):
         if isinstance(answer, NotFinite):
             assert answer.field == f"inputs[{texts.index(NOT_FINITE)}]"
         elif isinstance(answer, InternalError):

@@ -206,9 +206,8 @@ async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exa
     assert "X-AttnCache-Approximate" not in others.headers
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "message"),
-    [
+async def test_bad_segments_are_refused_and_the_next_request_is_served(folder):
+    bad = [
         ({"segments": ["a"]}, "query", "query is required"),
         ({"query": "a"}, "query", "only with segments"),
         ({**BODY, "inputs": "a"}, "inputs", "not accepted with segments"),
@@ -219,16 +218,15 @@ async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exa
         ({**BODY, "segments": ["a" * 3000] * 2}, "segments", "shorten the longer part"),
         ({**BODY, "query": "a " * 2000}, "query", "shorten the longer part"),
         ({**BODY, "segments": ["a"] * 2000}, "segments", "fewer"),
-    ],
-)
-async def test_bad_segments_are_refused_and_the_next_request_is_served(folder, body, field, message):
+    ]
     async with serving(blending(folder, 0.0)) as client:
-        response = await client.post("/embed", json=body)
-        await asked(client, "/embed", BODY)
-    assert response.status_code in (400, 422)
-    error = response.json()["error"]
-    assert error["field"] == field
-    assert message in error["message"]
+        for body, field, message in bad:
+            response = await client.post("/embed", json=body)
+            assert response.status_code in (400, 422)
+            error = response.json()["error"]
+            assert error["field"] == field
+            assert message in error["message"]
+            await asked(client, "/embed", BODY)
 
 
 async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reason(folder, tmp_path):

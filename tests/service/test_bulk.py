@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import PRIVATE, model_arguments, run, succeeded
-from core_decoders import write_llama
 from core_models import damage_weights, random_text, write_model, write_sentence_transformer
 from forked import is_killed
 from killed_transfers import run_until_killed
@@ -224,8 +223,8 @@ def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, exp
 
 
 @pytest.mark.parametrize("labels", ["a,b", "lost card,lost bank,b"], ids=["one token", "several tokens"])
-def test_labels_are_scored_by_their_tokens(tmp_path, source, texts, labels):
-    checkpoint, output = read_checkpoint(write_llama(tmp_path / "texts-llama")), tmp_path / "out.jsonl"
+def test_labels_are_scored_by_their_tokens(folder, tmp_path, source, texts, labels):
+    checkpoint, output = read_checkpoint(folder), tmp_path / "out.jsonl"
     options = ("--task", "label-logits", "--labels", labels, "--batch-tokens", 64)
     files = ("--input", source, "--output", output)
     succeeded(run("classify", *model_arguments(checkpoint), *options, *files))
@@ -662,8 +661,8 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_en
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_shared_prefix_counts_once_in_a_batch(tmp_path):
-    engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path / "llama")), dtype="float32")
+def test_shared_prefix_counts_once_in_a_batch(folder):
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     assert engine.runner.shares_prefixes(reuse=False)
     front = "my card is lost and my bank is closed " * 4
     texts = [f"{front}{word}" for word in ("today", "tomorrow", "online", "abroad")]

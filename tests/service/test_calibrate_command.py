@@ -70,10 +70,15 @@ def calibrate(checkpoint, database, *arguments):
     return run("calibrate", *model_arguments(checkpoint), "--database", database, *arguments)
 
 
-def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
-    tiny_checkpoint, calibratable, database, files
-):
-    text = succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+@pytest.fixture(scope="module")
+def calibrated(tiny_checkpoint, calibratable, files, tmp_path_factory, fixed_costs):  # noqa: ARG001 - savings
+    """A calibrated database, and what the command printed. Tests must not change the database."""
+    database = shutil.copytree(calibratable, tmp_path_factory.mktemp("databases") / "calibrated.db")
+    return database, succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+
+
+def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(calibratable, calibrated):
+    database, text = calibrated
     before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
     assert after.policy != before.policy
     assert after.policy.budget == Budget(Measure.COSINE, 0.8)
@@ -87,9 +92,9 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
 
 
 def test_calibrated_database_is_sound_and_serves(
-    tiny_checkpoint, tiny_engine, tiny_corpus, database, files, unseen
+    tiny_checkpoint, tiny_engine, tiny_corpus, calibrated, unseen
 ):
-    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+    database, _ = calibrated
     assert "all sound" in succeeded(run("verify", database))
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     sequences = engine.tokenize([*unseen, tiny_corpus[0].text])
@@ -103,12 +108,10 @@ def test_calibrated_database_is_sound_and_serves(
     assert result.outcomes[-1] is Outcome.HIT
 
 
-def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, database, files):
-    manifests = []
-    for _ in range(2):
-        succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
-        manifests.append((database / "manifest.json").read_bytes())
-    assert manifests[0] == manifests[1]
+def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, calibrated, files, tmp_path):
+    database = shutil.copytree(calibrated[0], tmp_path / "again.db")
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+    assert (database / "manifest.json").read_bytes() == (calibrated[0] / "manifest.json").read_bytes()
 
 
 def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, files):

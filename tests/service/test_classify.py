@@ -47,14 +47,6 @@ async def test_labels_are_embedded_once_without_reuse_and_not_counted():
     assert 'attncache_sequences_total{outcome="not_searched"} 0.0' in metrics
 
 
-async def test_headers_count_inputs_by_kind_of_record_and_no_labels():
-    engine = FakeEngine(stored={"refund", "a"}, prototypes={"other", "b"})
-    async with serving(engine) as client:
-        body = {"inputs": ["a", "b", "new"], "labels": ["refund", "other"]}
-        headers = (await client.post("/classify", json=body)).headers
-    assert (headers["X-AttnCache-Hits"], headers["X-AttnCache-Prototype-Hits"]) == ("2/3", "1/3")
-
-
 async def test_only_labels_that_are_not_cached_are_computed():
     engine = FakeEngine()
     async with serving(engine) as client:

@@ -48,7 +48,7 @@ class Server:
     """A process of `attncache serve`."""
 
     def __init__(self, start, checkpoint, folder, forks_builder=True):
-        """forks_builder: the process that builds is a fork, which imports nothing."""
+        """forks_builder: the process that builds is a fork, which imports nothing, and builds little."""
         self._folder = folder.parent.parent.parent
         # The builder must import the modules of the server, and not modules from the current folder.
         (self._folder / "service").mkdir(exist_ok=True)
@@ -135,7 +135,11 @@ def test_building_ends_with_the_server(start, tiny_checkpoint, folder, damage, e
     server.until_ready()
     server.until(partial.exists)
     (builder,) = server.builders()
-    assert os.getpriority(os.PRIO_PROCESS, builder) == 19
+    if not forks_builder:
+        pid = server.running.number("pid")
+        assert os.getpriority(os.PRIO_PROCESS, builder) == 19
+        assert os.getsid(builder) == os.getsid(pid)  # in another session, Linux would not heed the priority
+        assert os.getpgid(builder) == builder  # so Ctrl-C does not reach the process
     assert server.end(end) == code
     wait_until(lambda: not Path(f"/proc/{builder}").exists())
     # The builder released its lock when it ended, so another build can continue.
@@ -143,34 +147,26 @@ def test_building_ends_with_the_server(start, tiny_checkpoint, folder, damage, e
         assert not folder.exists()
 
 
-def test_failing_build_is_logged_once_and_the_server_serves_in_full(start, tiny_checkpoint, folder):
-    cut_a_segment(folder)
-    # A file at the path of the folder that the build writes.
-    (folder.parent / f".{folder.name}.partial").write_bytes(b"")
-    server = Server(start, tiny_checkpoint, folder)
-    client = server.until_ready()
-    server.until(lambda: reuse_off(client) == [NOT_BUILT])
-    assert hits(client) == "0/1"
-    assert server.logged.count("there is no new default database: ") == 1
-    assert "cannot be written" in server.logged
-    assert "builds again in 1 min" in server.logged
-    assert "Traceback" not in server.logged
-
-
-def test_database_that_cannot_be_renamed_is_logged_and_texts_are_served_in_full(
-    start, tiny_checkpoint, folder
+@pytest.mark.parametrize("obstacle", [".partial", ".lock"])
+def test_build_that_cannot_begin_is_logged_once_and_the_server_serves_in_full(
+    start, tiny_checkpoint, folder, obstacle
 ):
-    scramble_the_manifest(folder)
-    # A folder at the path of the lock file; file permissions would not stop root.
-    lock = folder.parent / f".{folder.name}.lock"
-    lock.mkdir()
+    cut_a_segment(folder)
+    # File permissions would not stop root: a file is where a folder is built, or a folder where a file is.
+    path = folder.parent / f".{folder.name}{obstacle}"
+    if obstacle == ".partial":
+        path.write_bytes(b"")
+    else:
+        path.mkdir()
     server = Server(start, tiny_checkpoint, folder)
     client = server.until_ready()
     server.until(lambda: reuse_off(client) == [NOT_BUILT])
     assert hits(client) == "0/1"
     assert server.logged.count("there is no new default database: ") == 1
-    assert str(lock) in server.logged
-    assert folder.exists()
+    assert str(path) in server.logged
+    assert ("builds again in 1 min" in server.logged) == (obstacle == ".partial")
+    assert "Traceback" not in server.logged
+    assert folder.exists() == (obstacle == ".lock")  # without its lock, nothing is renamed
 
 
 def test_worker_that_finds_no_database_serves_until_another_process_has_built_it(

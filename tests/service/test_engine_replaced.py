@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 from fake_engine import FakeEngine, begun, policy_of, ready, starting
+from queueing import until_waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -58,8 +59,7 @@ async def test_requests_queued_for_the_first_engine_are_answered_by_the_next():
         await ready(client)
         runs = await begun(successor.before, embed(client, "runs"))
         waits = asyncio.create_task(embed(client, "waits"))
-        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await until_waiting(client, 1)
         await replaced(client, successor)
         assert "attncache_queue_sequences 1.0" in (await client.get("/metrics")).text
         successor.before.may_run.set()

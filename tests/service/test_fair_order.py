@@ -34,16 +34,6 @@ def test_flow_that_sends_one_item_after_the_other_is_not_always_new():
     assert 4 <= names.count("many") <= 6
 
 
-def test_flow_that_was_charged_less_than_the_others_is_next():
-    order = FairOrder()
-    for name in ("first", "second"):
-        for number in range(3):
-            order.add((f"{name} {number}", 1), (name, "connection"))
-    assert order.head() == ("first 0", 1)
-    order.charge(1)
-    assert order.head() == ("second 0", 1)
-
-
 @given(
     items=st.lists(
         st.tuples(st.integers(1, 25), st.sampled_from("xyz"), st.sampled_from("pq")), min_size=1, max_size=60

@@ -2,36 +2,36 @@
 
 import gc
 import json
-import subprocess
-import sys
 import time
+import weakref
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE
+from forked import forked
 from raw_http import HEALTH, post, read_response, served
 
-# In a process of its own, because the collector of the tests is not to be changed.
-LOADED_AND_NEW = """
-import gc, weakref
 from service.workers.server import look_at_requests_only
+
 
 class Circle:
     def __init__(self):
         self.circle = self
 
-circle = Circle()
-loaded = weakref.ref(circle)
-look_at_requests_only()
-new = weakref.ref(Circle())
-del circle
-gc.collect()
-print(loaded() is not None, new() is None, gc.get_threshold()[0] > 700)
-"""
+
+def loaded_and_new():
+    """Return whether a circle from before is kept, one from after is collected, and seldom."""
+    circle = Circle()
+    loaded = weakref.ref(circle)
+    look_at_requests_only()
+    new = weakref.ref(Circle())
+    del circle
+    gc.collect()
+    return loaded() is not None, new() is None, gc.get_threshold()[0] > 700
 
 
 def test_collector_looks_at_new_objects_only_and_less_often():
-    done = subprocess.run([sys.executable, "-c", LOADED_AND_NEW], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "True"]
+    # In a process of its own, because the collector of the tests is not to be changed.
+    assert forked(loaded_and_new)() == (True, True, True)
 
 
 def embedding(text, *headers, **fields):

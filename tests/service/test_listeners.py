@@ -15,14 +15,12 @@ import pytest
 from fake_engine import serving
 from raw_http import HEALTH, make_certificate, post, served, wait_until
 
-from attncache_core import AttnCacheError
 from service.errors import AddressUnavailable, InvalidSettings
 from service.web.listeners import (
     BACKLOG,
     OPERATORS_PATHS,
     bind_unix,
     is_for_operators,
-    load_certificate,
     tls_context,
 )
 from service.workers.server import reload_all
@@ -198,13 +196,6 @@ def test_responses_over_tls_close_and_drain(certificates):
 def test_certificate_that_cannot_be_used_is_refused_with_its_file(certificates, cert, key, says):
     with pytest.raises(InvalidSettings, match=says):
         tls_context(certificates / cert, certificates / key)
-
-
-def test_refused_certificate_changes_nothing(certificates):
-    context = tls_context(certificates / "first.pem", certificates / "first.key")
-    with pytest.raises(AttnCacheError):
-        load_certificate(context, certificates / "second.pem", certificates / "first.key")
-    load_certificate(context, certificates / "first.pem", certificates / "first.key")
 
 
 # Browsers and compression.

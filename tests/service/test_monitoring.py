@@ -59,7 +59,7 @@ def queries():
 
 
 @pytest.fixture(scope="module")
-async def series(anyio_backend):  # noqa: ARG001 - the async fixture needs it
+async def series():
     """The labels of every series of the server, by the name of the metric, as Prometheus keeps them."""
     async with serving(api_key=f"operator {KEY} admin") as client:
         text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})).text
@@ -68,11 +68,6 @@ async def series(anyio_backend):  # noqa: ARG001 - the async fixture needs it
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels | SCRAPED)
     return found
-
-
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda query: query.place)

@@ -87,7 +87,7 @@ def test_openai_client_lists_the_model(client):
         ({"input": ["a", ""]}, openai.BadRequestError, "invalid_input", "input[1]"),
         ({"model": "text-embedding-3-small"}, openai.NotFoundError, "model_not_found", "model"),
         ({"extra_body": {"inputs": "a"}}, openai.BadRequestError, "invalid_input", None),
-        ({"input": ["a"] * 257}, openai.UnprocessableEntityError, "too_many_inputs", "input"),
+        ({"input": ["a"] * 1025}, openai.UnprocessableEntityError, "too_many_inputs", "input"),
     ],
     ids=str,
 )

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import queueing
-from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,8 +233,8 @@ def unit(vector):
     return vector / np.linalg.norm(vector)
 
 
-async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path):
-    engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path)), dtype="float32")
+async def test_kept_result_of_a_real_model_equals_the_computed_one(folder):
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
 
     async def ask(client, **headers):
         return await client.post("/embed", json={"inputs": "my bank account"}, headers=headers)
@@ -474,7 +473,7 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     busy = await hold(engine, batcher)
     before = engine.tokenized
     other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
-    known = [submit(batcher, "known", flow=("known",)) for _ in range(3000)]
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
     other = other or [submit(batcher, "other", flow=("other",))]
     engine.may_run.set()
     await asyncio.gather(busy, *other, *known)

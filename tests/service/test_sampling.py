@@ -23,9 +23,7 @@ from attncache_core import BuildOptions, build_database
 from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
 from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals, renewals_path
-from attncache_core.reuse.maps.publishing import workspace
-from service.loading import regular_renewals, renewals
-from service.loading.rebuild import start_builder
+from service.loading import rebuild, regular_renewals, renewals
 from service.loading.regular_renewals import RegularRenewals
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -383,42 +381,18 @@ def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):
     assert started[0].killed
 
 
-def test_process_that_renews_has_the_lowest_priority_and_ends_with_the_server(tiny_checkpoint, root):
-    sampler = TextSampler.open(root, max_texts=1000, half_life_hours=1)
-    for number in range(1000):
-        sampler.offer([2, *divmod(number, 30), 5, 3], None, 10**9)
-    sampler.sync()
-    sampler.close()
-    settings = Settings(
-        model=str(tiny_checkpoint.folder),
-        dtype="float32",
-        database=root,
-        sample=True,
-        min_gain=0,
-        shared="valkey://name:password@127.0.0.1:1/0",
-        shared_uses="kv",
-    )
-    with start_builder(settings, "renew") as process:
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
-        assert os.getsid(process.pid) == os.getsid(0)  # in another session, Linux would not heed the priority
-        assert os.getpgid(process.pid) == process.pid  # so Ctrl-C does not reach the process
-        while not workspace(root).exists():
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.001)
-        process.stdin.close()
-        assert process.wait(60) == 1
-    assert read_renewals(root) == ()
-
-
-async def test_server_renews_its_database_from_what_it_was_asked(tiny_checkpoint, root, caplog):
+async def test_server_renews_its_database_from_what_it_was_asked(tiny_checkpoint, root, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(rebuild, "_LOWEST_PRIORITY", 0)  # the test waits for the renewal
     random = np.random.default_rng(5)
     texts = [random_text(random, words) for words in np.repeat(np.arange(4, 8), 90)]
     async with serving(tiny_checkpoint, root, max_request_inputs=400) as client:
         assert (await client.post("/embed", json={"inputs": texts})).status_code == 200
     assert len(sampled(root)) > 300
     begin_sample(root, 99)
-    async with serving(tiny_checkpoint, root, renew_hours=24) as client, asyncio.timeout(120):
+    # The process that renews gets the settings without the secret of the store.
+    store = {"shared": "valkey://name:password@127.0.0.1:1/0", "shared_uses": "kv"}
+    async with serving(tiny_checkpoint, root, renew_hours=24, **store) as client, asyncio.timeout(120):
         while (await client.get("/info")).json()["database"]["last_renewal"] is None:
             assert "could not be renewed" not in caplog.text, caplog.text
             await asyncio.sleep(0.1)

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from queueing import until_waiting
 from raw_http import request_and_leave
 from running import Clock
 
@@ -69,40 +70,44 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14))
-def test_histories_are_those_of_a_dictionary(steps):
-    asyncio.run(scenario_of(steps))
-
-
-async def scenario_of(steps):
-    known = {}
+@pytest.fixture(scope="module")
+async def client():
     async with serving() as client:
-        clock = use_clock(client)
-        for session, salt, (operation, value) in steps:
-            if operation == "wait":
-                clock.seconds += value
+        yield client
+
+
+@settings(max_examples=60)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14
+    )
+)
+async def test_histories_are_those_of_a_dictionary(client, steps):
+    known, clock = {}, use_clock(client)
+    for session, salt, (operation, value) in steps:
+        if operation == "wait":
+            clock.seconds += value
+            continue
+        key = salt, session
+        last, turns = known.pop(key, (-TTL, []))
+        turns = turns if clock.seconds - last < TTL else []
+        if operation == "fail":
+            response = await ask(client, session, salt, transcript=[value])
+            assert response.status_code == 500
+        elif operation == "append":
+            response = await ask(client, session, salt, append=value)
+            if not turns:
+                assert_failed(response, 404, "unknown_session", "session_id")
                 continue
-            key = salt, session
-            last, turns = known.pop(key, (-TTL, []))
-            turns = turns if clock.seconds - last < TTL else []
-            if operation == "fail":
-                response = await ask(client, session, salt, transcript=[value])
-                assert response.status_code == 500
-            elif operation == "append":
-                response = await ask(client, session, salt, append=value)
-                if not turns:
-                    assert_failed(response, 404, "unknown_session", "session_id")
-                    continue
-                turns = [*turns, value]
-                assert_is_about(response, "".join(turns))
-            else:
-                turns = [*turns[:-1], value] if operation == "edit" else value
-                assert_is_about(await ask(client, session, salt, transcript=turns), "".join(turns))
-            if turns:
-                known[key] = clock.seconds, turns
-        alive = sum(clock.seconds - last < TTL for last, _ in known.values())
-        assert await app_of(client).state.service.sessions.count() == alive
+            turns = [*turns, value]
+            assert_is_about(response, "".join(turns))
+        else:
+            turns = [*turns[:-1], value] if operation == "edit" else value
+            assert_is_about(await ask(client, session, salt, transcript=turns), "".join(turns))
+        if turns:
+            known[key] = clock.seconds, turns
+    alive = sum(clock.seconds - last < TTL for last, _ in known.values())
+    assert await app_of(client).state.service.sessions.count() == alive
 
 
 async def test_turn_whose_answer_is_refused_is_not_in_the_history(monkeypatch):
@@ -127,9 +132,9 @@ async def test_unknown_session_says_what_to_send():
     assert 'attncache_requests_total{route="/embed",status="404"} 1.0' in metrics
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
+@pytest.mark.parametrize("route", ["/embed", "/classify"])
+async def test_wrong_body_is_refused_with_the_field(route):
+    bodies = [
         ({}, "inputs"),
         ({"inputs": "a", "append": "b"}, "append"),
         ({"transcript": ["b"]}, "transcript"),
@@ -147,12 +152,10 @@ async def test_unknown_session_says_what_to_send():
         ({"session_id": 7, "append": "a"}, "session_id"),
         ({"inputs": "a", "cache_salt": ""}, "cache_salt"),
         ({"inputs": "a", "cache_salt": "s" * 257}, "cache_salt"),
-    ],
-)
-@pytest.mark.parametrize("route", ["/embed", "/classify"])
-async def test_wrong_body_is_refused_with_the_field(route, body, field):
+    ]
     async with serving(FakeEngine(labels=("no", "yes"))) as client:
-        assert_failed(await client.post(route, json=body), 400, "invalid_input", field)
+        for body, field in bodies:
+            assert_failed(await client.post(route, json=body), 400, "invalid_input", field)
         accepted = await client.post(route, json={"session_id": "s" * 256, "transcript": "a"})
         assert accepted.status_code == 200
 
@@ -195,8 +198,7 @@ async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do
         first = await begun(engine, ask(client, append="b"))
         second = asyncio.create_task(ask(client, append="c"))
         other = asyncio.create_task(ask(client, "other", transcript=["z"]))
-        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await until_waiting(client, 1)
         engine.may_run.set()
         for task, text in ((first, "ab"), (second, "abc"), (other, "z")):
             assert_is_about(await task, text)
@@ -225,21 +227,6 @@ async def test_client_that_leaves_releases_its_session(leaving):
         answers = [await task for task in tasks]
         assert_is_about(answers[-1], "abc")
         assert (sessions._turns, sessions._waiting) == ({}, 0)
-
-
-async def test_cancelled_request_releases_its_session():
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        await ask(client, transcript=["a"])
-        engine.may_run.clear()
-        first, second = (asyncio.create_task(ask(client, append=text)) for text in "bc")
-        await asyncio.to_thread(engine.runs.acquire)
-        last = asyncio.create_task(ask(client, append="d"))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        second.cancel()
-        engine.may_run.set()
-        assert_is_about(await last, "ad")
 
 
 async def test_expired_session_is_found_while_a_request_of_it_runs():
@@ -479,6 +466,13 @@ def engine_of(folder, *, max_tokens=None, **adapted):
     return PrefillEngine.load(checkpoint, dtype="float32", key_values=options, max_tokens=max_tokens)
 
 
+def growing(turns):
+    """Yield the number of turns and the body of each request of a conversation."""
+    yield 1, {"transcript": turns[:1]}
+    for count, turn in enumerate(turns[1:], 2):
+        yield count, {"append": turn}
+
+
 def cached(response):
     known, asked = response.headers["X-AttnCache-Cached-Tokens"].split("/")
     return int(known), int(asked)
@@ -490,8 +484,7 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
     frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     ids = engine.tokenizer.turns(TURNS)
     async with serving(engine) as client:
-        for count in range(1, len(TURNS) + 1):
-            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+        for count, turn in growing(TURNS):
             response = await ask(client, **turn)
             before = sum(map(len, ids[: count - 1]))
             sequence = frame.around([token for ids in ids[:count] for token in ids])
@@ -510,24 +503,12 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
         assert cached(computed)[0] == 0
 
 
-async def test_texts_of_one_salt_share_keys_and_values(folder):
-    engine = engine_of(folder, pooling="mean")
-    known = []
-    async with serving(engine) as client:
-        for salt in ("x", "x", "y", None, "x", None):
-            response = await client.post("/embed", json={"inputs": TURNS[0], "cache_salt": salt})
-            known.append(cached(response)[0])
-    asked = len(engine.tokenize(TURNS[:1])[0])
-    assert known == [0, asked, 0, 0, asked, asked]
-
-
 async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
     labels = ["bank account lost", "bank account", "card", "zebra"]
     engine = engine_of(folder, label_logits=True, labels=labels)
     frame = engine.tokenizer.frame(engine.decisions.labels_in(None, labels).prompt)
     async with serving(engine) as client:
-        for count in range(1, len(TURNS) + 1):
-            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+        for count, turn in growing(TURNS):
             response = await client.post("/classify", json={"session_id": "s", **turn})
             alone = {"session_id": "all", "transcript": TURNS[:count]}
             full = await client.post("/classify", json=alone, headers=REUSE_OFF)
@@ -587,8 +568,7 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine):
     frame = tiny_engine.tokenizer.frame(tiny_engine.tokenizer.default_prompt)
     turns = ["lost card", "help my bank", "money"]
     async with serving(tiny_engine) as client:
-        for count in range(1, len(turns) + 1):
-            turn = {"transcript": turns[:1]} if count == 1 else {"append": turns[count - 1]}
+        for count, turn in growing(turns):
             response = await ask(client, **turn)
             assert "X-AttnCache-Cached-Tokens" not in response.headers
             ids = [token for turn in tiny_engine.tokenizer.turns(turns[:count]) for token in turn]

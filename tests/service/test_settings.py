@@ -198,9 +198,13 @@ def test_values_are_read_again_and_stand_below_the_comment(tmp_path):
     assert len(lines) == 3 + len(values)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_every_text_is_read_as_it_was_written(tmp_path_factory, text):
-    path = tmp_path_factory.mktemp("settings") / "a.toml"
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("settings") / "a.toml"
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_every_text_is_read_as_it_was_written(path, text):
     write_settings(path, {"model": text}, [text])
     assert gather_settings({}, path).model == text
 

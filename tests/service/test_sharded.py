@@ -418,7 +418,7 @@ def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, text
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     shards_of_run = shards.SHARD_ROWS
-    many = [text for of_file in texts for text in of_file] * (40 if KILLS else 8)
+    many = [text for of_file in texts for text in of_file] * (40 if KILLS else 4)
     for number in range(3):
         write(folder / f"{number}.parquet", many, rows=shards_of_run)
     expected, output = tmp_path / "expected", tmp_path / "out"

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_decoders import write_llama
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, serving
 from raw_http import make_certificate
 from running import samples
@@ -415,11 +414,6 @@ def connections(valkey):
 
 
 # Keys and values.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("llama") / "tiny-llama")
 
 
 def engine_of(folder, url, **settings):

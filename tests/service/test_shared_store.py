@@ -1,16 +1,17 @@
 """What processes share: all stores against a dictionary, two processes at once, and a file that fails."""
 
 import asyncio
+import multiprocessing
 import sqlite3
-import subprocess
-import sys
 from array import array
 from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, embedding_of, serving
+from forked import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import Clock
 from valkeys import running_valkey
 
 from service.access.quotas import Quotas, QuotaUse
@@ -37,13 +38,6 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
-
-
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
 
 
 class Model:
@@ -115,18 +109,14 @@ def valkey(tmp_path_factory):
 
 @settings(max_examples=60)
 @given(steps=STEPS)
-def test_shared_store_does_what_a_dictionary_does(valkey, steps):
+async def test_shared_store_does_what_a_dictionary_does(valkey, steps):
     # Its clock is the server's, so nothing expires here.
     still = [step for step in steps if step[0] != "wait"]
     valkey.ask("FLUSHALL")
-
-    async def compare():
-        stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
-        await stores.store("another*").put("a", b"of another use")
-        await compare_with_dictionary(stores.store("use"), Clock(), still)
-        await stores.close()
-
-    asyncio.run(compare())
+    stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
+    await stores.store("another*").put("a", b"of another use")
+    await compare_with_dictionary(stores.store("use"), Clock(), still)
+    await stores.close()
 
 
 async def test_shared_values_expire_and_a_large_store_is_counted_by_a_sample(valkey):
@@ -161,34 +151,27 @@ async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind, tm
         assert await store.get("40") is None
 
 
-# Runs in two processes at once.
-COUNTING = """
-import asyncio, sys
-from service.store import SqliteStore
+def count_up(path, both_begin):
+    """Count in a file in which another process counts too. Returns the last count."""
 
-async def count_up(store, times):
-    for _ in range(times):
-        while True:
-            before = await store.get("n")
-            if await store.compare_and_set("n", before, b"%d" % (int(before or 0) + 1)):
-                break
+    async def count():
+        store = SqliteStore(path)
+        both_begin.wait(30)
+        for _ in range(COUNTS):
+            is_counted = False
+            while not is_counted:
+                before = await store.get("n")
+                is_counted = await store.compare_and_set("n", before, b"%d" % (int(before or 0) + 1))
+        return await store.get("n")
 
-if __name__ == "__main__":
-    asyncio.run(count_up(SqliteStore(sys.argv[1]), int(sys.argv[2])))
-"""
+    return asyncio.run(count())
 
 
-async def test_two_processes_that_count_at_once_lose_no_count(tmp_path):
-    path, names = tmp_path / "counts.sqlite", {"__name__": "counting"}
-    exec(COUNTING, names)
-    count_up = names["count_up"]
-    store = SqliteStore(path)
-    with subprocess.Popen([sys.executable, "-c", COUNTING, str(path), str(COUNTS)]) as other:
-        while await store.get("n") is None:
-            await asyncio.sleep(0.001)
-        await count_up(store, COUNTS)
-        assert await asyncio.to_thread(other.wait) == 0
-    assert await store.get("n") == b"%d" % (2 * COUNTS)
+def test_two_processes_that_count_at_once_lose_no_count(tmp_path):
+    path, both_begin = tmp_path / "counts.sqlite", multiprocessing.Barrier(2)
+    SqliteStore(path).close()
+    processes = [forked(count_up, path, both_begin) for _ in range(2)]
+    assert max(int(last()) for last in processes) == 2 * COUNTS
 
 
 async def test_file_stays_within_its_bounds_also_if_few_large_values_fill_it(tmp_path):

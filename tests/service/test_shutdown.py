@@ -84,7 +84,7 @@ def test_every_client_gets_an_answer_or_is_refused(start, workers):
     clients = [threading.Thread(target=ask_until_refused) for _ in range(8)]
     for client in clients:
         client.start()
-    wait_until(lambda: results[200] >= 50)
+    wait_until(lambda: results[200] >= 24)
     server.send(signal.SIGTERM)
     assert server.number("code") == 0
     ended.set()

@@ -1,18 +1,16 @@
 """The summary that a server logs once it is loaded."""
 
-import os
-import platform
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_decoders import write_llama
+from command_line import model_arguments, run, succeeded
 
 from attncache_core import AttentionDatabase, KeyValueOptions, PrefillEngine, native, require_gain
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.reuse.maps.gain import Gain, MeasuredGain
+from service.commands import serve
 from service.loading.summary import slowness, summary
 from service.settings import read_settings
 
@@ -101,31 +99,25 @@ def test_page_that_the_warning_names_exists(tiny_engine):
     assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or native.level() is None, reason="nothing is switched off"
-)
-def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_checkpoint):
-    program = "from service.cli import main; main()"
-    options = ["--port", "0", "--no-maps", "--model", str(tiny_checkpoint.folder)]
-    command = [sys.executable, "-c", program, "serve", *options]
-    variables = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as server:
-        assert server.stderr is not None
-        logged = []
-        for line in server.stderr:
-            logged.append(line)
-            if "serves    http" in line:
-                server.terminate()
-    (warning,) = [line for line in logged if " WARNING " in line]
+def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(
+    tiny_checkpoint, monkeypatch, caplog
+):
+    def load_only(settings, load, _listeners):
+        next(load(settings, 0))
+        sys.exit(0)
+
+    monkeypatch.setattr(serve, "serve_with_workers", load_only)
+    monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
+    succeeded(run("serve", "--port", "0", "--no-maps", *model_arguments(tiny_checkpoint)))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "the plain executor serves" in warning
-    assert "ATEN_CPU_CAPABILITY=default switches the compiled code off" in warning
+    assert warning.endswith("the reason; the remedy")
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_summary_says_how_many_keys_and_values_are_stored(tmp_path, on_disk):
-    folder = tmp_path / "kv" if on_disk else None
-    checkpoint = read_checkpoint(write_llama(tmp_path / "llama"))
-    engine = PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions(2**22, folder=folder))
+def test_summary_says_how_many_keys_and_values_are_stored(folder, tmp_path, on_disk):
+    options = KeyValueOptions(2**22, folder=tmp_path if on_disk else None)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=options)
     lines = lines_of(engine)
     assert lines["reuse"].startswith("storing keys and values in up to 4 MiB of memory")
     assert ("on disk" in lines["reuse"]) is on_disk

@@ -16,6 +16,7 @@ from service.settings import Settings, gather_settings
 
 # Of ways that change answers little; a test cannot know how fast a machine is.
 SPEEDS = {"int8-weight-only": 1.5, "int4": 1.6, "maps": 1.7}
+ONE_WAY = ("--ways", "int8-weight-only")
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoin
 
 def test_exact_settings_are_written_if_nothing_pays(tiny_checkpoint, texts, tmp_path):
     output = tmp_path / "tuned.toml"
-    shown = succeeded(tune(tiny_checkpoint, texts, output, "--min-gain", "0.7", "--threads", "1"))
+    shown = succeeded(tune(tiny_checkpoint, texts, output, "--min-gain", "0.7", "--threads", "1", *ONE_WAY))
     assert "chosen: exact, because nothing inside the budget pays" in shown
     settings, engine = served(output)
     assert settings == Settings(model=str(tiny_checkpoint.folder), dtype="float32", threads=1, maps=False)
@@ -176,7 +177,7 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
             "fit-classifier", *model_arguments(tiny_checkpoint), "--data", texts, "--output", fitted, *columns
         )
     )
-    options = ("--classifier", fitted, "--min-agreement", "0.85", "--ways", "int8-weight-only")
+    options = ("--classifier", fitted, "--min-agreement", "0.85", *ONE_WAY)
     succeeded(tune(tiny_checkpoint, texts, output, *options))
     settings, engine = served(output)
     assert settings.classifier == tmp_path / "tuned.classifier"
@@ -186,7 +187,7 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
 
 def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_checkpoint, texts, tmp_path):
     output = tmp_path / "tuned.toml"
-    options = ("--labels", "card,other", "--min-agreement", "0.85", "--label-column", "label")
+    options = ("--labels", "card,other", "--min-agreement", "0.85", "--label-column", "label", *ONE_WAY)
     shown = succeeded(tune(tiny_checkpoint, texts, output, *options))
     assert "at least 0.85 of the decisions" in shown
     settings, engine = served(output)
@@ -231,5 +232,5 @@ def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts
 def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):
     output, calibrating = tmp_path / "tuned.toml", tmp_path / "calibrating.txt"
     calibrating.write_text("\n".join(["my card is lost"] * 16), encoding="utf-8")
-    succeeded(tune(tiny_checkpoint, texts, output, "--quantize-texts", calibrating))
+    succeeded(tune(tiny_checkpoint, texts, output, "--quantize-texts", calibrating, *ONE_WAY))
     assert served(output)[0].quantize_texts is None

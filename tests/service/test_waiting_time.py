@@ -8,7 +8,7 @@ import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import assert_result_of, batching, hold, submit
+from queueing import assert_result_of, batching, hold, submit, until_waiting
 
 from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
@@ -246,8 +246,7 @@ async def test_refusal_says_when_to_come_again_and_names_the_option():
         assert (await client.post("/embed", json={"inputs": ["x" * 10] * 50})).status_code == 200
         busy = await begun(engine, client.post("/embed", json={"inputs": "busy"}))
         waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 10] * 8}))
-        while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await until_waiting(client, 8)
         refused = await client.post("/embed", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["Retry-After"]) >= 1

@@ -6,7 +6,6 @@ import subprocess
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
-from core_decoders import write_llama
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, starting
 from raw_http import request_and_leave
 
@@ -145,15 +144,14 @@ def tiny_decoder(folder):
 
 
 @pytest.mark.anyio
-async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tmp_path):
-    model = write_llama(tmp_path / "tiny-llama")
+async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(folder, tmp_path):
     text = "the bank was closed today. " * 4
 
     async def stored(client):
         (found,) = (await client.post("/cache/lookup", json={"texts": text})).json()
         return int(found["cached_tokens"])
 
-    async with two_workers(tmp_path, [tiny_decoder(model), tiny_decoder(model)], admin=True) as (
+    async with two_workers(tmp_path, [tiny_decoder(folder), tiny_decoder(folder)], admin=True) as (
         first,
         second,
     ):
@@ -175,18 +173,16 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tm
 
 
 @pytest.mark.anyio
-async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(tmp_path):
-    model = write_llama(tmp_path / "tiny-llama")
-    async with two_workers(tmp_path, [tiny_decoder(model), FakeEngine()], admin=True) as (first, _):
+async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(folder, tmp_path):
+    async with two_workers(tmp_path, [tiny_decoder(folder), FakeEngine()], admin=True) as (first, _):
         refused = await first.delete("/cache")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_unavailable")
         assert refused.headers["Retry-After"] == "1"
 
 
 @pytest.mark.anyio
-async def test_worker_that_serves_no_more_takes_no_part(tmp_path):
-    model = write_llama(tmp_path / "tiny-llama")
-    engines = [tiny_decoder(model), tiny_decoder(model)]
+async def test_worker_that_serves_no_more_takes_no_part(folder, tmp_path):
+    engines = [tiny_decoder(folder), tiny_decoder(folder)]
     async with two_workers(tmp_path, engines, admin=True) as (first, other):
         await other._transport.app.state.service.group.close()
         dropped = await first.delete("/cache")
@@ -194,10 +190,9 @@ async def test_worker_that_serves_no_more_takes_no_part(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_worker_that_hangs_is_waited_for_and_one_that_was_killed_is_not(tmp_path, monkeypatch):
+async def test_worker_that_hangs_is_waited_for_and_one_that_was_killed_is_not(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("service.upkeep.group._ALIVE_SECONDS", 0.1)
-    model = write_llama(tmp_path / "tiny-llama")
-    engines = [tiny_decoder(model), tiny_decoder(model)]
+    engines = [tiny_decoder(folder), tiny_decoder(folder)]
     async with two_workers(tmp_path, engines, admin=True) as (first, other):
         group = other._transport.app.state.service.group
         for task in group._tasks:
