@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attncache_core.engine import prefill as engine
+from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.runtime import memory
 from attncache_core.runtime.memory import release_mapped_weights, tensor_bytes
@@ -76,7 +76,7 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
 def test_loading_an_engine_keeps_freed_memory(tiny_checkpoint, monkeypatch):
     calls = []
-    monkeypatch.setattr(engine, "keep_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr(loading, "keep_freed_memory", lambda: calls.append(True))
     PrefillEngine.load(tiny_checkpoint, dtype="float32")
     assert calls == [True]
 
