@@ -31,6 +31,8 @@ from attncache_core.text.prompts import SequencePlan
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
 _OVERHEAD_BYTES = 600
+# Of an array of one sequence beside its numbers.
+_ARRAY_BYTES = 128
 # Of every single sequence that is kept.
 _FINITE, _NONE_CACHED = np.ones(1, bool), np.zeros(1, np.int64)
 
@@ -59,8 +61,10 @@ def _copies(arrays: Sequence[np.ndarray] | None, place: slice) -> Sequence[np.nd
 
 def _bytes(result: PrefillResult) -> int:
     """Return about how much memory a result takes."""
-    arrays = [result.outputs, *(result.log_probabilities or ()), *(result.token_states or ())]
-    return sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
+    of_sequences = [*(result.log_probabilities or ()), *(result.token_states or ())]
+    arrays = [result.outputs, result.finite, result.asked_tokens, result.cached_tokens, *of_sequences]
+    numbers = sum(array.nbytes for array in arrays) + 8 * len(result)  # an outcome is a reference
+    return numbers + _ARRAY_BYTES * len(of_sequences) + _OVERHEAD_BYTES
 
 
 class SequenceNames:

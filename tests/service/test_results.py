@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -260,6 +261,28 @@ def test_least_recently_used_results_leave():
     assert results.find([b"b"], str) == [Lookup.UNKNOWN]
     assert all(isinstance(result, PrefillResult) for result in results.find([b"a", b"c", b"d"], str))
     assert (len(results), results.bytes) == (3, 3 * one.bytes)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize(
+    ("width", "listed"), [(384, {}), (2, {}), (2, {"log_probabilities": 3}), (32, {"token_states": 500})]
+)
+def test_bytes_are_those_that_results_take(rows, width, listed):
+    def made(number):
+        arrays = {
+            name: [np.full(size, number, np.float32) for _ in range(rows)] for name, size in listed.items()
+        }
+        whole = result_of(np.full((rows, width), number, np.float32), **arrays)
+        return joined([repeatable(whole, row) for row in range(rows)], [[row] for row in range(rows)])
+
+    results = Results(2**30)
+    tracemalloc.start()
+    try:
+        results.settle({b"%16d" % number: made(number) for number in range(40)})
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.7 <= results.bytes / taken <= 1.4
 
 
 def test_kept_result_holds_no_other_rows_of_its_batch():
