@@ -31,7 +31,7 @@ from attncache_core.text.prompts import SequencePlan
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
 _OVERHEAD_BYTES = 600
-# Of an array of one sequence beside its numbers.
+# Of an array that only one sequence of the result has, beside its numbers.
 _ARRAY_BYTES = 128
 # Of every single sequence that is kept.
 _FINITE, _NONE_CACHED = np.ones(1, bool), np.zeros(1, np.int64)

@@ -162,7 +162,7 @@ def _set_damaged_aside(settings: Settings, checkpoint: Checkpoint) -> Iterator[s
 
 
 def _persistently(engine: PrefillEngine, work: Callable[[], Iterator[str]]) -> Iterator[str]:
-    """Do what the default database needs, and go on later if that fails. Yields what is done."""
+    """Take a step towards a new default database, again and again until it succeeds. Yields what is done."""
     reasons = list(engine.reuse_off)
 
     def attempt() -> Iterator[str]:
@@ -173,7 +173,7 @@ def _persistently(engine: PrefillEngine, work: Callable[[], Iterator[str]]) -> I
             engine.reuse_off[:] = [NOT_BUILT]
             why = reason_of(failure)
             if isinstance(failure, OSError):
-                why += "; free the disk or give another folder by --cache-dir, or serve with --no-maps"
+                why += "; free space on the disk, give another folder by --cache-dir, or serve with --no-maps"
             raise BuildFailed(f"there is no new default database: {why}") from failure
 
     yield from _retried(attempt, BuildFailed, "builds")

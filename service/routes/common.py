@@ -50,7 +50,7 @@ SESSION_HEADER = "X-AttnCache-Session"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
 _TEXT = re.compile(r"inputs\[(\d+)\]")
-# Of a list that is written as JSON at a time. Other requests wait meanwhile.
+# So many rows of a list are written as JSON at a time, and other requests wait meanwhile.
 _PART_ROWS = 64
 _MAX_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 

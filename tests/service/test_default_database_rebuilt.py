@@ -204,7 +204,7 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
     monkeypatch.setattr(engines.time, "sleep", slept.append)
     first, *lines, second = load_engines(settings, tiny_checkpoint)
     assert isinstance(first, PrefillEngine)
-    remedy = "; free the disk or give another folder by --cache-dir, or serve with --no-maps"
+    remedy = "; free space on the disk, give another folder by --cache-dir, or serve with --no-maps"
     assert [line.partition(": the server")[0] for line in lines if line != "building"] == [
         f"there is no new default database: {tmp_path}: Read-only file system{remedy}",
         "there is no new default database: no space",
