@@ -15,8 +15,6 @@ import attncache_core.runtime.openmp  # noqa: F401 - before anything that loads 
 if TYPE_CHECKING:
     from attncache_core.build.builder import build_database as build_database
     from attncache_core.build.default import build_default_database as build_default_database
-    from attncache_core.build.default import open_default_database as open_default_database
-    from attncache_core.build.default import set_damaged_aside as set_damaged_aside
     from attncache_core.build.options import BuildOptions as BuildOptions
     from attncache_core.calibration.calibrate import Progress as Progress
     from attncache_core.calibration.database import calibrate_database as calibrate_database
@@ -52,6 +50,8 @@ if TYPE_CHECKING:
     from attncache_core.models.variant import find_variant as find_variant
     from attncache_core.reuse.kv.opening import KeyValueOptions as KeyValueOptions
     from attncache_core.reuse.maps.database import AttentionDatabase as AttentionDatabase
+    from attncache_core.reuse.maps.default import open_default_database as open_default_database
+    from attncache_core.reuse.maps.default import set_damaged_aside as set_damaged_aside
     from attncache_core.reuse.maps.manifest import Manifest as Manifest
     from attncache_core.reuse.maps.policy import Budget as Budget
     from attncache_core.reuse.mask import ReuseMask as ReuseMask
@@ -105,9 +105,9 @@ _MODULES = {
     "fit_classifier": "heads.classifier",
     "no_reuse": "reuse.plan",
     "normalize": "heads.vectors",
-    "open_default_database": "build.default",
+    "open_default_database": "reuse.maps.default",
     "require_gain": "calibration.gain",
-    "set_damaged_aside": "build.default",
+    "set_damaged_aside": "reuse.maps.default",
     "unfamiliar_texts": "corpus",
 }
 __all__ = list(_MODULES)

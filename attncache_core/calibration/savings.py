@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from attncache_core.calibration.gain import (
     BATCH_SEQUENCES,
@@ -108,6 +107,8 @@ def fit_savings(
     fitted by least squares, so that the noise of one measurement has little effect. Returns a function:
     (lengths [n], number of reused heads) -> microseconds that a hit of each length saves, float64 [n].
     """
+    from scipy.optimize import nnls  # here, because a server that never fits must not wait for its import
+
     tokens, heads, saved = (np.array(column, dtype=np.float64) for column in zip(*passes, strict=True))
     columns = np.stack([heads * tokens, heads * tokens**2, -np.ones_like(tokens)], axis=1)
     (by_length, by_square, price), _ = nnls(columns, saved)

@@ -212,6 +212,14 @@ class Checkpoint:
             with safe_open(single, "pt") as file:
                 return list(file.keys())
 
+    def weight_files(self) -> list[Path]:
+        """Return the files that hold the tensors. Raises UnsupportedModel if their index cannot be read."""
+        single, index = (self.folder / name for name in WEIGHTS)
+        if single.is_file():
+            return [single]
+        with readable(f"the weights of model {self.name}"):
+            return [self.folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+
     def adapted(
         self,
         *,

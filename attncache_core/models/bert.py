@@ -5,76 +5,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.encoder import EncoderParts, Head, dense_head, encoder, pooled_head
+from attncache_core.models.encoder import EncoderNames, dense_head, encoder
 from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
+
+BERT = EncoderNames(
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+    "intermediate.intermediate_act_fn",
+)
+
+DISTILBERT = EncoderNames(
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "sa_layer_norm",
+    "ffn.lin1",
+    "ffn.lin2",
+    "output_layer_norm",
+    "ffn.activation",
+    "transformer.layer",
+)
 
 
 def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a BERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
-    return _of_bert_layers(base, heads, pool, pooled_head(base.pooler, getattr(model, "classifier", None)))
+    head = dense_head(base.pooler.dense, model.classifier) if hasattr(model, "classifier") else None
+    return encoder(base, BERT, heads, pool, head, activation=base.config.hidden_act)
 
 
 def roberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a RoBERTa or XLM-RoBERTa checkpoint, for pooled embeddings or with its classification head."""
-    return _of_bert_layers(model.base_model, heads, pool, dense_head(getattr(model, "classifier", None)))
-
-
-def _of_bert_layers(
-    base: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler, head: Head | None
-) -> PackedModel:
-    return encoder(base, base.encoder.layer, heads, pool, head, _parts, activation=base.config.hidden_act)
-
-
-def _parts(layer: Any) -> EncoderParts:
-    attend, output = layer.attention.self, layer.attention.output
-    return EncoderParts(
-        attend.query,
-        attend.key,
-        attend.value,
-        output.dense,
-        output.LayerNorm,
-        layer.intermediate.dense,
-        layer.output.dense,
-        layer.output.LayerNorm,
-        layer.intermediate.intermediate_act_fn,
-    )
+    base, config = model.base_model, model.config
+    score = getattr(model, "classifier", None)
+    head = score and dense_head(score.dense, score.out_proj)
+    return encoder(base, BERT, heads, pool, head, activation=config.hidden_act, padding=config.pad_token_id)
 
 
 def distilbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a DistilBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
-    base = model.base_model
-    return encoder(
-        base,
-        base.transformer.layer,
-        heads,
-        pool,
-        _distilbert_head(model),
-        _distilbert_parts,
-        activation=base.config.activation,
-    )
-
-
-def _distilbert_head(model: Any) -> Head | None:
-    if not hasattr(model, "classifier"):
-        return None
-    dense = model.pre_classifier
-    return Head(lambda first: dense(first).relu(), model.classifier)
-
-
-def _distilbert_parts(layer: Any) -> EncoderParts:
-    attend, feed_forward = layer.attention, layer.ffn
-    return EncoderParts(
-        attend.q_lin,
-        attend.k_lin,
-        attend.v_lin,
-        attend.out_lin,
-        layer.sa_layer_norm,
-        feed_forward.lin1,
-        feed_forward.lin2,
-        layer.output_layer_norm,
-        feed_forward.activation,
-    )
+    score = getattr(model, "classifier", None)
+    head = score and dense_head(model.pre_classifier, score, torch.relu)
+    return encoder(model.base_model, DISTILBERT, heads, pool, head, activation=model.config.activation)

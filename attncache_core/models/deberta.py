@@ -14,16 +14,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.encoder import EncoderParts, encoder, pooled_head
+from attncache_core.models.encoder import EncoderNames, Head, encoder
 from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
 from attncache_core.native.stack_layers import DistanceTerm
+
+DEBERTA = EncoderNames(
+    "attention.self.query_proj",
+    "attention.self.key_proj",
+    "attention.self.value_proj",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+    "intermediate.intermediate_act_fn",
+)
 
 
 def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
@@ -43,11 +54,12 @@ def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
     kinds = attend.pos_att_type  # the scale counts them even if the checkpoint has no relative positions
     return encoder(
         base,
-        base.encoder.layer,
+        DEBERTA,
         heads,
         pool,
-        pooled_head(getattr(model, "pooler", None), getattr(model, "classifier", None)),
-        _parts,
+        Head(lambda first: model.pooler(first[:, None]), model.classifier)
+        if hasattr(model, "classifier")
+        else None,
         activation=base.config.hidden_act,
         scale=(attend.attention_head_size * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5,
         score_terms=lambda layer, heads: _score_terms(layer.attention.self, heads, relative),
@@ -71,6 +83,9 @@ def relative_positions(encoder: Any, positions: int) -> RelativePositions | None
     embeddings = encoder.get_rel_embedding()
     distances = torch.arange(1 - positions, positions)
     if encoder.position_buckets > 0:
+        # Imported here, because it imports what bare.py avoids for other encoders.
+        from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
         distances = make_log_bucket_position(
             distances, encoder.position_buckets, encoder.max_relative_positions
         ).long()
@@ -95,19 +110,4 @@ def _score_terms(module: Any, heads: LayerHeads, relative: RelativePositions | N
     return ScoreTerms(
         query_term=term("c2p", module.key_proj, "pos_key_proj", relative.rows.flip(0)),
         key_term=term("p2c", module.query_proj, "pos_query_proj", relative.rows),
-    )
-
-
-def _parts(layer: Any) -> EncoderParts:
-    attend, output = layer.attention.self, layer.attention.output
-    return EncoderParts(
-        attend.query_proj,
-        attend.key_proj,
-        attend.value_proj,
-        output.dense,
-        output.LayerNorm,
-        layer.intermediate.dense,
-        layer.output.dense,
-        layer.output.LayerNorm,
-        layer.intermediate.intermediate_act_fn,
     )

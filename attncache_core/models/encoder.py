@@ -2,13 +2,14 @@
 
 BERT, RoBERTa, DistilBERT, MPNet and DeBERTa differ in four points: the names of their modules, the number of
 the first position, the terms added to the scores, and the classification head. A family file supplies only
-these.
+these. The modules are those of transformers, or those of bare.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +35,24 @@ from attncache_core.models.scores import ScoreTerms
 from attncache_core.text.token_batch import TokenBatch
 
 
-class EncoderParts(NamedTuple):
-    """The modules of one layer, under the same names for every family."""
+class EncoderNames(NamedTuple):
+    """The names of an encoder's modules: of its layers, and in a layer."""
 
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    output: nn.Linear
-    attention_norm: nn.LayerNorm
-    up: nn.Linear
-    down: nn.Linear
-    norm: nn.LayerNorm
-    activation: Callable[[torch.Tensor], torch.Tensor]  # between `up` and `down`; may have weights
+    query: str
+    key: str
+    value: str
+    output: str
+    attention_norm: str
+    up: str
+    down: str
+    norm: str
+    activation: str  # the function between `up` and `down`, which may have weights
+    layers: str = "encoder.layer"
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """The names of a layer's linear layers."""
+        return self.query, self.key, self.value, self.output, self.up, self.down
 
 
 class Head(NamedTuple):
@@ -56,16 +63,11 @@ class Head(NamedTuple):
     pool: Pooler = Pooler(("cls",))
 
 
-def pooled_head(pooler: Any, classifier: nn.Module | None) -> Head | None:
-    """Return a head that applies a pooler to the first token; None without a classifier."""
-    return None if classifier is None else Head(lambda first: pooler(first[:, None]), classifier)
-
-
-def dense_head(classifier: Any | None) -> Head | None:
-    """Return a head of two layers (dense, out_proj), as RoBERTa has; None without a classifier."""
-    if classifier is None:
-        return None
-    return Head(lambda first: torch.tanh(classifier.dense(first)), classifier.out_proj)
+def dense_head(
+    dense: nn.Module, score: nn.Module, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+) -> Head:
+    """Return a head that applies a linear layer and its activation to the first token, and then `score`."""
+    return Head(lambda first: activation(dense(first)), score)
 
 
 class EncoderOutputs(CompiledOutputs):
@@ -94,49 +96,49 @@ class EncoderOutputs(CompiledOutputs):
 
 def encoder(
     base: Any,
-    layers: nn.ModuleList,
+    names: EncoderNames,
     heads: Sequence[LayerHeads | Dropped],
     pool: Pooler,
     head: Head | None,
-    parts: Callable[[Any], EncoderParts],
     *,
     activation: str,
+    padding: int | None = None,
     scale: float | None = None,
     score_terms: Callable[[Any, LayerHeads], ScoreTerms] | None = None,
 ) -> PackedModel:
     """Pack the encoder `base`, for pooled embeddings or with its head.
 
-    parts: returns the modules of one of `layers`. activation: the name of the feed-forward activation. scale:
-    of Q Kᵀ; None: one over the root of a head's width. score_terms: makes the further terms of a layer's
-    scores, if any, from the layer and its heads.
+    activation: the name of the feed-forward activation. padding: see Embedding. scale: of Q Kᵀ; None: one
+    over the root of a head's width. score_terms: makes the further terms of a layer's scores, if any, from
+    the layer and its heads.
     """
 
     def attention(module: Any, _: int, heads: LayerHeads) -> AttentionLayer:
-        made = parts(module)
-        query, key, value = (LinearWeights.from_module(part) for part in (made.query, made.key, made.value))
-        width = len(query.weight) // len(heads.order)
+        projected = map(LinearWeights.from_module, attrgetter(names.query, names.key, names.value)(module))
+        query, key, value = projected
         return AttentionLayer(
             heads.order,
             heads.reused,
             Projections(query, key, value, heads),
-            output_projection(LinearWeights.from_module(made.output), heads),
-            Norms(output=Norm(made.attention_norm)),
-            AttentionMask(width**-0.5 if scale is None else scale),
+            output_projection(LinearWeights.from_module(attrgetter(names.output)(module)), heads),
+            Norms(output=Norm(attrgetter(names.attention_norm)(module))),
+            AttentionMask((len(query.weight) // len(heads.order)) ** -0.5 if scale is None else scale),
             score_terms and score_terms(module, heads),
         )
 
     def feed_forward(module: Any) -> FeedForward:
-        made = parts(module)
-        up = packed(made.up, activation, made.activation)
-        return FeedForward(Network(up, packed(made.down), activation), Norms(output=Norm(made.norm)))
+        up, down, norm = attrgetter(names.up, names.down, names.norm)(module)
+        opened = packed(up, activation, attrgetter(names.activation)(module))
+        return FeedForward(Network(opened, packed(down), activation), Norms(output=Norm(norm)))
 
-    embed, built = build_layers(_embedding(base.embeddings), layers, heads, attention, feed_forward)
+    layers = attrgetter(names.layers)(base)
+    embed, built = build_layers(_embedding(base.embeddings, padding), layers, heads, attention, feed_forward)
     return PackedModel(
         hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=EncoderOutputs(pool, head)
     )
 
 
-def _embedding(module: Any) -> Embedding:
+def _embedding(module: Any, padding: int | None) -> Embedding:
     """Return the sum of word, position and token type embeddings; positions and types may be missing."""
     positions = getattr(module, "position_embeddings", None)
     types = getattr(module, "token_type_embeddings", None)
@@ -149,6 +151,6 @@ def _embedding(module: Any) -> Embedding:
         added=reduce(torch.add, added).flatten(0, 1).to(dtype) if added else None,
         has_positions=positions is not None,
         types=1 if types is None else len(types.weight),
-        padding=None if positions is None else getattr(module, "padding_idx", None),
+        padding=padding,
         projection=getattr(module, "embed_proj", None),
     )

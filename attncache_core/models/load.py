@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
+from attncache_core.models.bare import WeightReport, is_bare, read_bare
 from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
 from attncache_core.models.layer import Dropped
 from attncache_core.models.linear import quantizing
@@ -49,8 +51,8 @@ def model_shape(checkpoint: Checkpoint) -> tuple[int, int]:
     Raises UnsupportedModel if the family is not supported, and InvalidInput if the checkpoint's dropped
     layers do not exist, are named twice, or leave no layer with attention.
     """
-    layers, heads = _layers_and_heads(checkpoint)
-    return layers.count(None), heads
+    layers, config = _layers_and_config(checkpoint)
+    return layers.count(None), config.num_attention_heads
 
 
 def load_model(
@@ -73,9 +75,12 @@ def load_model(
     order). reused_heads: for each layer with attention, how many of the first heads are reused (default: 0).
     Raises as model_shape does, and UnsupportedModel if weights cannot be read or do not match config.json.
     """
-    layers, heads = _layers_and_heads(checkpoint)
-    model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
-    if checkpoint.quantization is Quantization.INT8 and device == CPU:
+    layers, config = _layers_and_config(checkpoint)
+    heads = config.num_attention_heads
+    # 8-bit products are calibrated while the model runs.
+    runs = checkpoint.quantization is Quantization.INT8 and device == CPU
+    model = _read_weights(checkpoint, config, dtype, runs=runs).eval().requires_grad_(False).to(device)
+    if runs:
         smooth(model, calibration_sequences(checkpoint))
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
     head = load_embedding_head(checkpoint, width, device)
@@ -111,8 +116,8 @@ def with_heads(model: PackedModel, checkpoint: Checkpoint, heads: Sequence[Layer
     return replace(model, layers=layers)
 
 
-def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:
-    """Return (for each layer of the checkpoint the part that is dropped, or None; heads per layer).
+def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], Any]:
+    """Return (for each layer of the checkpoint the part that is dropped, or None; its configuration).
 
     Raises as model_shape does.
     """
@@ -137,6 +142,9 @@ def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int
     # First, so that a wrong layer count in config.json cannot make the lists below huge.
     _require_layers_of_weights(checkpoint)
     with loading(f"config.json of model {checkpoint.name}"):
+        if family == "deepseek":
+            # Makes the family known to transformers. Only now, because it imports what bare.py avoids.
+            import_module("attncache_core.models.deepseek_moe")
         config = AutoConfig.from_pretrained(checkpoint.folder)
     heads = config.num_attention_heads
     if not 1 <= heads <= config.hidden_size:
@@ -148,7 +156,7 @@ def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
     _require_droppable(attention, blocks, config.num_hidden_layers)
     dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
-    return [dropped.get(number) for number in range(config.num_hidden_layers)], heads
+    return [dropped.get(number) for number in range(config.num_hidden_layers)], config
 
 
 def _require_layers_of_weights(checkpoint: Checkpoint) -> None:
@@ -198,13 +206,12 @@ def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers
         )
 
 
-def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> Any:
-    """Load the Hugging Face module of a checkpoint with `layers` layers.
+def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, runs: bool) -> Any:
+    """Load the modules of a checkpoint. config: its configuration in transformers. runs: with their code.
 
     Raises UnsupportedModel if the weights are unreadable, if weights are missing, or if a layer has weights
     that the module does not.
     """
-    loader: Any = _LOADERS[checkpoint.task]
     family = checkpoint.config["model_type"]
     # DeepSeek's models name code of their own, and transformers has the same.
     if checkpoint.config.get("auto_map") and family in CONFIG_MAPPING and "deepseek" not in family:
@@ -215,34 +222,26 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
             family,
         )
     with loading(f"the weights of model {checkpoint.name}"):
-        model, report = loader.from_pretrained(
-            checkpoint.folder,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
-            experts_implementation="eager",
-        )
-    # transformers initialises missing weights at random. Only the pooler of an embedding model may be
-    # missing.
-    missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
+        read = read_bare if is_bare(config) and not runs else _read_by_transformers
+        model, (missing, unexpected) = read(checkpoint, config, dtype)
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
         )
     named = len(checkpoint.classes) if checkpoint.task == "classify" else 0
-    if named and named != model.config.num_labels:
+    if named and named != config.num_labels:
         raise UnsupportedModel(
             f"id2label in config.json of model {checkpoint.name} names {named} classes, and the model has "
-            f"{model.config.num_labels}; name all of them, or remove id2label and label2id",
+            f"{config.num_labels}; name all of them, or remove id2label and label2id",
             field="model",
         )
-    # transformers ignores unexpected weights. An unused head or pooler is harmless, but an unexpected weight
-    # in a layer means another architecture. Early Llama checkpoints contain their rotary frequencies.
+    # An unused head or pooler is harmless, but an unexpected weight in a layer means another architecture.
+    # Early Llama checkpoints contain their rotary frequencies.
+    layers = config.num_hidden_layers
     further = range(layers, layers + _further_layers(checkpoint))
     surplus = [
         key
-        for key in report["unexpected_keys"]
+        for key in unexpected
         if (found := _LAYER.search(key)) and int(found[1]) not in further and "rotary_emb." not in key
     ]
     if surplus:
@@ -252,3 +251,20 @@ def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> An
             field="model",
         )
     return model
+
+
+def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) -> tuple[Any, WeightReport]:
+    """Return the module of transformers for a checkpoint, and how its weights differ from the module's."""
+    loader: Any = _LOADERS[checkpoint.task]
+    model, report = loader.from_pretrained(
+        checkpoint.folder,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
+        experts_implementation="eager",
+    )
+    # transformers initialises missing weights at random. Only the pooler of an embedding model may be
+    # missing.
+    missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
+    return model, WeightReport(missing, report["unexpected_keys"])

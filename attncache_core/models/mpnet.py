@@ -7,48 +7,65 @@ The bias depends on the head and the distance. All layers share it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.encoder import EncoderParts, dense_head, encoder
+from attncache_core.models.encoder import EncoderNames, dense_head, encoder
 from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
 
+MPNET = EncoderNames(
+    "attention.attn.q",
+    "attention.attn.k",
+    "attention.attn.v",
+    "attention.attn.o",
+    "attention.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+    "intermediate.intermediate_act_fn",
+)
+
+# MPNet's own code has these numbers, whatever config.json says.
+_PADDING = 1
+_BUCKETS = 32
+_MAX_DISTANCE = 128
+
 
 def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack an MPNet checkpoint, for pooled embeddings or with its sequence-classification head."""
-    base = model.base_model
-    positions = base.config.max_position_embeddings
-    distances = torch.arange(1 - positions, positions, device=base.device)
-    buckets = base.encoder.relative_position_bucket(distances)
-    biases = base.encoder.relative_attention_bias(buckets).T  # [heads, distances]
+    base, config = model.base_model, model.config
+    positions = config.max_position_embeddings
+    by_bucket = base.encoder.relative_attention_bias.weight  # [buckets, heads]
+    biases = by_bucket[_buckets(torch.arange(1 - positions, positions)).to(by_bucket.device)].T
+    score = getattr(model, "classifier", None)
     return encoder(
         base,
-        base.encoder.layer,
+        MPNET,
         heads,
         pool,
-        dense_head(getattr(model, "classifier", None)),
-        _parts,
-        activation=base.config.hidden_act,
-        score_terms=lambda _, heads: ScoreTerms(bias=biases[heads.order]),
+        score and dense_head(score.dense, score.out_proj),
+        activation=config.hidden_act,
+        padding=_PADDING,
+        score_terms=lambda _, heads: ScoreTerms(bias=biases[heads.order]),  # of [heads, distances]
     )
 
 
-def _parts(layer: Any) -> EncoderParts:
-    attend = layer.attention.attn
-    return EncoderParts(
-        attend.q,
-        attend.k,
-        attend.v,
-        attend.o,
-        layer.attention.LayerNorm,
-        layer.intermediate.dense,
-        layer.output.dense,
-        layer.output.LayerNorm,
-        layer.intermediate.intermediate_act_fn,
-    )
+def _buckets(distances: torch.Tensor) -> torch.Tensor:
+    """Return the bucket of each distance q - p, int64, as T5 (Raffel et al. 2020) makes them.
+
+    Half of the buckets are for each direction. The first half of these hold one distance each, and the others
+    grow with the distance, up to a bucket for all that are farther than _MAX_DISTANCE.
+    """
+    half = _BUCKETS // 2
+    single = half // 2
+    far = distances.abs()
+    grown = (far.clamp(min=1).float() / single).log() / math.log(_MAX_DISTANCE / single) * (half - single)
+    bucket = torch.where(far < single, far, (single + grown.long()).clamp(max=half - 1))
+    return bucket + half * (distances > 0)

@@ -39,11 +39,11 @@ from attncache_core import (
     require_gain,
     set_damaged_aside,
 )
-from attncache_core.build.default import default_database_folder
 from attncache_core.calibration.prospect import could_pay
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.blend.gate import read_gate
 from attncache_core.reuse.kv.remote import BlockValues
+from attncache_core.reuse.maps.default import default_database_folder
 from service.errors import reason_of
 from service.loading.rebuild import build_while_serving
 from service.loading.summary import expected_savings

@@ -20,15 +20,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from attncache_core import (
-    AttentionDatabase,
-    AttnCacheError,
-    BuildFailed,
-    PrefillEngine,
-    build_default_database,
-)
-from attncache_core.build.default import default_database_folder, share_done
-from attncache_core.build.renewal import renew_database
+from attncache_core import AttentionDatabase, AttnCacheError, BuildFailed, PrefillEngine
+from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.reuse.maps.generations import RENEWAL
 from service.loading.checkpoints import checkpoint_of
 from service.settings import Settings
@@ -114,7 +107,12 @@ def main() -> None:
         sys.exit(2)
 
 
+# A server imports nothing of what builds: only the builder does, in these functions.
+
+
 def _build(settings: Settings) -> None:
+    from attncache_core.build.default import build_default_database, share_done
+
     build_default_database(
         checkpoint_of(settings),
         cache_dir=settings.cache_dir,
@@ -127,6 +125,8 @@ def _build(settings: Settings) -> None:
 
 def _renew(settings: Settings) -> None:
     """Renew the database from its sample, and print the renewal as JSON."""
+    from attncache_core.build.renewal import renew_database
+
     checkpoint = checkpoint_of(settings)
 
     def load(database: AttentionDatabase | None) -> PrefillEngine:

@@ -38,7 +38,7 @@ from attncache_core import (
     InvalidInput,
     Progress,
 )
-from attncache_core.build.default import databases_folder
+from attncache_core.reuse.maps.default import databases_folder
 from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
 from attncache_core.reuse.maps.integrity import damaged_records, file_digest
 from attncache_core.reuse.maps.manifest import Manifest

@@ -13,9 +13,9 @@ import pytest
 from forked import forked
 
 from attncache_core import CorruptDatabase, InvalidInput, open_default_database, set_damaged_aside
-from attncache_core.build.default import default_database_folder
 from attncache_core.heads.classifier import nearest_label
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.runtime.files import locked
 
 

@@ -13,13 +13,13 @@ from attncache_core.build.builder import build_database
 from attncache_core.build.default import (
     _STAGE_BEGINS,
     build_default_database,
-    default_database_folder,
     share_done,
 )
 from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.default import default_database_folder
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """A packed BERT model equals Hugging Face's, for any order of heads and any number of reused heads."""
 
+import re
+
 import pytest
 import torch
 from core_models import last_hidden, random_sequences, write_json, write_model
 from core_reference import FLOAT32
 from family_reference import FamilyReference
 from safetensors.torch import load_file, save_file
+from transformers import BertForMaskedLM, BertModel
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
@@ -57,6 +60,48 @@ def test_embedding_model_needs_no_pooler(tmp_path):
     folder = write_model(tmp_path)
     model = load_model(without_weights(folder, "pooler."), torch.float32)
     assert_is_reference(model, FamilyReference(folder), random_sequences([4, 9]))
+
+
+def in_shards(folder):
+    BertModel.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+def with_a_head(folder):
+    BertForMaskedLM.from_pretrained(folder).save_pretrained(folder)
+    assert "bert.embeddings.LayerNorm.weight" in load_file(folder / "model.safetensors")
+
+
+def as_tensorflow_named_them(folder):
+    path = folder / "model.safetensors"
+    former = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    weights = {
+        re.sub(r"LayerNorm\.\w+", lambda name: former[name[0]], name): weight
+        for name, weight in load_file(path).items()
+    }
+    assert "embeddings.LayerNorm.gamma" in weights
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def in_half_precision(folder):
+    BertModel.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("saved", [in_shards, with_a_head, as_tensorflow_named_them, in_half_precision])
+def test_weights_are_read_in_every_form_in_which_checkpoints_have_them(tmp_path, saved):
+    folder = write_model(tmp_path)
+    saved(folder)
+    model = load_model(read_checkpoint(folder), torch.float32)
+    assert_is_reference(model, FamilyReference(folder), random_sequences([3, 12, 30]))
+
+
+def test_weights_of_another_shape_than_the_configuration_says_are_refused_with_a_name(tmp_path):
+    folder = write_model(tmp_path)
+    config = read_checkpoint(folder).config
+    write_json(folder / "config.json", config | {"intermediate_size": config["intermediate_size"] + 1})
+    with pytest.raises(UnsupportedModel, match=r"cannot be read .*layer\.0\.intermediate\.dense"):
+        load_model(read_checkpoint(folder), torch.float32)
 
 
 @pytest.mark.parametrize(

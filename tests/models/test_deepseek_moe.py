@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -117,6 +119,16 @@ def test_published_files_are_served_without_running_their_code_and_without_warni
     np.testing.assert_allclose(prefill(engine, sequences, reuse=False).outputs, expected, atol=1e-5)
     assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_that_never_heard_of_the_family_serves_it(published):
+    # This process knows the family: the tests import its configuration.
+    program = (
+        "import sys; from attncache_core import PrefillEngine, find_checkpoint\n"
+        "print(PrefillEngine.load(find_checkpoint(sys.argv[1])).embed(['bank']).shape)"
+    )
+    shown = subprocess.check_output([sys.executable, "-c", program, published], text=True)
+    assert shown == f"(1, {HIDDEN})\n"
 
 
 def test_every_published_tensor_is_needed(published, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from raw_http import wait_until
 
 from attncache_core import AttentionDatabase, BuildFailed, PrefillEngine, default_corpus
-from attncache_core.build.default import default_database_folder
+from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.runtime.files import locked
 from service.loading import engines
 from service.loading.engines import DAMAGED, FIRST_WORKER_DECIDES, NO_DATABASE_YET, NOT_BUILT, load_engines

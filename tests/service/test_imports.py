@@ -1,4 +1,4 @@
-"""A server loads no evaluation, and nothing of a cluster that it was not asked to use."""
+"""A server loads no evaluation, no code of models, and nothing of a cluster that it was not asked to use."""
 
 import subprocess
 import sys
@@ -18,7 +18,9 @@ def load_only(settings, load_engines, listeners):
 
 def show_loaded():
     of_evaluation = ("service.plots", "service.commands.evaluat", "attncache_core.evaluation", "aiohttp")
-    unneeded = (*of_evaluation, "service.shared", "valkey", "obstore", "ray.")
+    # What transformers imports with the code of any model: seconds, and 120 MB.
+    of_models = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "scipy.optimize")
+    unneeded = (*of_evaluation, *of_models, "service.shared", "valkey", "obstore", "ray.")
     print([name for name in sys.modules if name.startswith(unneeded)])
 
 serve.serve_with_workers = load_only

@@ -8,8 +8,8 @@ import pytest
 from core_models import prefill, write_model
 
 from attncache_core import AttentionDatabase, CorruptDatabase, MachineBusy, Outcome, PrefillEngine
-from attncache_core.build.default import default_database_folder
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.reuse.maps.default import default_database_folder
 from service.loading import engines as loading
 from service.loading.engines import load_engine, load_engines
 from service.settings import read_settings

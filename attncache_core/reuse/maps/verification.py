@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
-from scipy import special
 
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
 
@@ -110,6 +109,8 @@ def _floor_fails(hits: int, harmed: int, budget: Budget) -> bool:
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
     if not budget.floor or harmed < _MIN_HARMED:
         return False
+    from scipy import special  # here, because most servers never see a harmed hit
+
     share = float(special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
     return share > budget.allowed_harm
 
