@@ -1,25 +1,28 @@
-"""The modules of encoders like BERT, with weights and without code.
+"""The modules of encoders like BERT, without transformers' code of models.
 
 Only the weights of a model are packed. The modules of transformers come with all that trains models and
-generates text: their import takes seconds and 120 MB. So encoders are read without them, if none of their
-code is needed. Other models are read as transformers reads them (load.py).
+generates text: their import takes seconds and 120 MB. So these encoders are read without them. Other models
+are read as transformers reads them (load.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import declared
 from attncache_core.models.bert import BERT, DISTILBERT
-from attncache_core.models.encoder import EncoderNames
-from attncache_core.models.mpnet import MPNET
+from attncache_core.models.encoder import EncoderNames, embedding_of
+from attncache_core.models.mpnet import MPNET, PADDING, buckets_of
 from attncache_core.models.prepacked import ACTIVATIONS
+from attncache_core.text.token_batch import pack
 
 
 class _Family(NamedTuple):
@@ -27,19 +30,21 @@ class _Family(NamedTuple):
 
     names: EncoderNames
     head: tuple[str, str]  # the linear layers of a classification head, first to last
+    padding: Callable[[Any], int | None]  # from the configuration; see Embedding
     has_types: bool = False
     has_buckets: bool = False  # of relative positions
 
 
 _DENSE = "classifier.dense", "classifier.out_proj"
-_ROBERTA = _Family(BERT, _DENSE, has_types=True)
+_ROBERTA = _Family(BERT, _DENSE, lambda config: config.pad_token_id, has_types=True)
 _FAMILIES = {
-    "bert": _Family(BERT, ("pooler.dense", "classifier"), has_types=True),
+    "bert": _Family(BERT, ("pooler.dense", "classifier"), lambda _: None, has_types=True),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "distilbert": _Family(DISTILBERT, ("pre_classifier", "classifier")),
-    "mpnet": _Family(MPNET, _DENSE, has_buckets=True),
+    "distilbert": _Family(DISTILBERT, ("pre_classifier", "classifier"), lambda _: None),
+    "mpnet": _Family(MPNET, _DENSE, lambda _: PADDING, has_buckets=True),
 }
+_BUCKETS = "encoder.relative_attention_bias"
 # In checkpoints that were made from TensorFlow's.
 _FORMER_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -50,11 +55,41 @@ class BareEncoder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self._family = _FAMILIES[config.model_type]
 
     @property
     def base_model(self) -> BareEncoder:
         """The encoder, which is read from here as from a module of transformers."""
         return self
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the last states, [sequences, length, hidden], of token ids, int64 [sequences, length].
+
+        For the calibration of 8-bit products, which reads the inputs of the linear layers. A model that
+        serves is packed.
+        """
+        names, heads = self._family.names, self.config.num_attention_heads
+        activation = ACTIVATIONS[_activation(self.config)]
+        embed = embedding_of(self.embeddings, self._family.padding(self.config))
+        x = embed(pack(ids.tolist())).unflatten(0, ids.shape)
+        bias = self._position_bias(ids.shape[1])
+        for layer in attrgetter(names.layers)(self):
+            projected = [part(x) for part in attrgetter(names.query, names.key, names.value)(layer)]
+            query, key, value = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in projected)
+            context = functional.scaled_dot_product_attention(query, key, value, bias)
+            output, attention_norm = attrgetter(names.output, names.attention_norm)(layer)
+            x = attention_norm(x + output(context.transpose(1, 2).flatten(2)))
+            up, down, norm = attrgetter(names.up, names.down, names.norm)(layer)
+            x = norm(x + down(activation(up(x))))
+        return x
+
+    def _position_bias(self, length: int) -> torch.Tensor | None:
+        """Return what the positions of two tokens add to their score, [heads, length, length]."""
+        if not self._family.has_buckets:
+            return None
+        positions = torch.arange(length)
+        by_bucket: Any = attrgetter(_BUCKETS)(self)
+        return by_bucket(buckets_of(positions - positions[:, None])).movedim(2, 0)
 
 
 class WeightReport(NamedTuple):
@@ -113,7 +148,7 @@ def _modules(family: _Family, config: Any, *, has_head: bool) -> BareEncoder:
     made[names.layers] = nn.ModuleList([layer() for _ in range(config.num_hidden_layers)])
     if family.has_buckets:
         buckets = config.relative_attention_num_buckets
-        made["encoder.relative_attention_bias"] = _table(buckets, heads)
+        made[_BUCKETS] = _table(buckets, heads)
     if has_head:
         dense, score = family.head
         made |= {dense: nn.Linear(hidden, hidden), score: nn.Linear(hidden, config.num_labels)}

@@ -132,14 +132,19 @@ def encoder(
         return FeedForward(Network(opened, packed(down), activation), Norms(output=Norm(norm)))
 
     layers = attrgetter(names.layers)(base)
-    embed, built = build_layers(_embedding(base.embeddings, padding), layers, heads, attention, feed_forward)
+    embed, built = build_layers(
+        embedding_of(base.embeddings, padding), layers, heads, attention, feed_forward
+    )
     return PackedModel(
         hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=EncoderOutputs(pool, head)
     )
 
 
-def _embedding(module: Any, padding: int | None) -> Embedding:
-    """Return the sum of word, position and token type embeddings; positions and types may be missing."""
+def embedding_of(module: Any, padding: int | None) -> Embedding:
+    """Return the sum of word, position and token type embeddings; positions and types may be missing.
+
+    padding: see Embedding.
+    """
     positions = getattr(module, "position_embeddings", None)
     types = getattr(module, "token_type_embeddings", None)
     added = [] if positions is None else [positions.weight.float()[:, None]]

@@ -77,10 +77,8 @@ def load_model(
     """
     layers, config = _layers_and_config(checkpoint)
     heads = config.num_attention_heads
-    # 8-bit products are calibrated while the model runs.
-    runs = checkpoint.quantization is Quantization.INT8 and device == CPU
-    model = _read_weights(checkpoint, config, dtype, runs=runs).eval().requires_grad_(False).to(device)
-    if runs:
+    model = _read_weights(checkpoint, config, dtype).eval().requires_grad_(False).to(device)
+    if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
     head = load_embedding_head(checkpoint, width, device)
@@ -206,8 +204,8 @@ def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers
         )
 
 
-def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, runs: bool) -> Any:
-    """Load the modules of a checkpoint. config: its configuration in transformers. runs: with their code.
+def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    """Load the modules of a checkpoint. config: its configuration in transformers.
 
     Raises UnsupportedModel if the weights are unreadable, if weights are missing, or if a layer has weights
     that the module does not.
@@ -222,7 +220,7 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, ru
             family,
         )
     with loading(f"the weights of model {checkpoint.name}"):
-        read = read_bare if is_bare(config) and not runs else _read_by_transformers
+        read = read_bare if is_bare(config) else _read_by_transformers
         model, (missing, unexpected) = read(checkpoint, config, dtype)
     if missing:
         raise UnsupportedModel(

@@ -33,7 +33,7 @@ MPNET = EncoderNames(
 )
 
 # MPNet's own code has these numbers, whatever config.json says.
-_PADDING = 1
+PADDING = 1
 _BUCKETS = 32
 _MAX_DISTANCE = 128
 
@@ -43,7 +43,7 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> Pa
     base, config = model.base_model, model.config
     positions = config.max_position_embeddings
     by_bucket = base.encoder.relative_attention_bias.weight  # [buckets, heads]
-    biases = by_bucket[_buckets(torch.arange(1 - positions, positions)).to(by_bucket.device)].T
+    biases = by_bucket[buckets_of(torch.arange(1 - positions, positions)).to(by_bucket.device)].T
     score = getattr(model, "classifier", None)
     return encoder(
         base,
@@ -52,12 +52,12 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> Pa
         pool,
         score and dense_head(score.dense, score.out_proj),
         activation=config.hidden_act,
-        padding=_PADDING,
+        padding=PADDING,
         score_terms=lambda _, heads: ScoreTerms(bias=biases[heads.order]),  # of [heads, distances]
     )
 
 
-def _buckets(distances: torch.Tensor) -> torch.Tensor:
+def buckets_of(distances: torch.Tensor) -> torch.Tensor:
     """Return the bucket of each distance q - p, int64, as T5 (Raffel et al. 2020) makes them.
 
     Half of the buckets are for each direction. The first half of these hold one distance each, and the others

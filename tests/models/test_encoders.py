@@ -168,8 +168,8 @@ def test_only_the_packed_weights_of_a_layer_stay_in_memory(tmp_path, name, label
     checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
     read, rows = load._read_weights, []
 
-    def noted(*arguments, **options):
-        model = read(*arguments, **options)
+    def noted(*arguments):
+        model = read(*arguments)
         layers = next(
             module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)
         )
