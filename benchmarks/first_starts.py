@@ -3,10 +3,10 @@
     python -m benchmarks first-starts --starts 10 --neighbours 1
     python -m benchmarks first-starts --starts 10 --neighbours 1 --database FOLDER
 
-Prints for each start the seconds until the first answer, and what the server decided: whether reuse can pay,
-or with --database whether it pays. The server decides nothing while other programs use the processors. Each
-neighbour is a process that multiplies matrices all the time. Of a given database, a copy without gain.json is
-served.
+Prints for each start the seconds until the first answer, the resident memory then, and what the server
+decided: whether reuse can pay, or with --database whether it pays. The server decides nothing while other
+programs use the processors. Each neighbour is a process that multiplies matrices all the time. Of a given
+database, a copy without gain.json is served.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.hostile_clients import memory_mib
+
 NEIGHBOUR = "import numpy as np\na = np.ones((600, 600))\nwhile True: a @ a"
 
 
@@ -41,8 +43,8 @@ def running(*command: str, log: Path | None = None) -> Iterator[subprocess.Popen
             process.wait()
 
 
-def start(folder: Path, database: Path | None, patience: float) -> tuple[float, str]:
-    """Start one server. Returns the seconds until its first answer, and its decision."""
+def start(folder: Path, database: Path | None, patience: float) -> tuple[float, float, str]:
+    """Start one server. Returns the seconds until its first answer, its MiB then, and its decision."""
     log, options = folder / "log", []
     if database is not None:
         copied = shutil.copytree(database, folder / "a.db", ignore=shutil.ignore_patterns("gain.json"))
@@ -55,19 +57,19 @@ def start(folder: Path, database: Path | None, patience: float) -> tuple[float, 
         "0",
     )
     started = time.perf_counter()
-    with running(sys.executable, *serve, "--cache-dir", str(folder), *options, log=log):
+    with running(sys.executable, *serve, "--cache-dir", str(folder), *options, log=log) as server:
         while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
             time.sleep(0.02)
         with httpx.Client(base_url=found[1]) as client:
             while client.post("/embed", json={"inputs": "Where is my parcel?"}).status_code != 200:
                 time.sleep(0.02)
-            answered = time.perf_counter() - started
+            answered, memory = time.perf_counter() - started, memory_mib(server.pid)
             while time.perf_counter() - started < patience:
                 info = client.get("/info").json()
                 if decision := decided(info):
-                    return answered, decision
+                    return answered, memory, decision
                 time.sleep(0.2)
-    return answered, "nothing in time"
+    return answered, memory, "nothing in time"
 
 
 def decided(info: dict[str, object]) -> str | None:
@@ -97,7 +99,10 @@ def main() -> None:
             opened.enter_context(running(sys.executable, "-c", NEIGHBOUR))
         for number in range(options.starts):
             with tempfile.TemporaryDirectory() as folder:
-                answered, decision = start(Path(folder), options.database, options.patience)
+                answered, memory, decision = start(Path(folder), options.database, options.patience)
             decisions[decision] += 1
-            print(f"start {number + 1}: first answer after {answered:.1f} s; {decision}", flush=True)
+            print(
+                f"start {number + 1}: first answer after {answered:.1f} s, with {memory:.0f} MiB; {decision}",
+                flush=True,
+            )
     print(", ".join(f"{decision}: {count}" for decision, count in decisions.items()))
