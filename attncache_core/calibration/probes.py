@@ -8,7 +8,7 @@ sequences -> find_probes -> Probes (nearest record of each kind) -> measure -> M
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from attncache_core.calibration.substitution import (
     probed,
     substituted_outputs,
     token_passes,
+    traced_forward,
 )
 from attncache_core.heads.comparator import OutputComparator
 from attncache_core.heads.vectors import cosines
@@ -38,6 +39,8 @@ class Probes:
     sequences: list[list[int]]
     records: dict[RecordKind, np.ndarray]  # record numbers, int64 [probes], -1 for none
     similarities: dict[RecordKind, np.ndarray]  # float32 [probes], -inf for none
+    # Outputs of the full model, float32 [d], by probe: each is computed once for all masks and kinds.
+    full: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -48,6 +51,16 @@ class Probes:
         """Return the nearest record of any kind, int64 [probes], -1 for none."""
         kinds = np.argmax([self.similarities[kind] for kind in RecordKind], axis=0)
         return np.choose(kinds, [self.records[kind] for kind in RecordKind])
+
+    def full_outputs(self, model: PackedModel, indices: np.ndarray) -> np.ndarray:
+        """Return the outputs of probes in full, float32 [n, d]. indices: int64 [n], lengths rising.
+
+        model: the same one in every call.
+        """
+        if unknown := [index for index in indices.tolist() if index not in self.full]:
+            batch = pack([self.sequences[index] for index in unknown])
+            self.full.update(zip(unknown, traced_forward(model, batch, lambda *_: None)[1], strict=True))
+        return np.stack([self.full[index] for index in indices.tolist()])
 
     def sample(self, maximum: int) -> Probes:
         """Return at most `maximum` of the probes, spread evenly over their lengths."""
@@ -104,6 +117,7 @@ def find_probes(
     return Probes(ordered, records, similarities)
 
 
+@torch.inference_mode()
 def measure(
     model: PackedModel,
     store: AttentionMapStore,
@@ -124,19 +138,17 @@ def measure(
     result = [
         {kind: Measured(np.full(count, np.nan), np.full(count, np.nan)) for kind in RecordKind} for _ in masks
     ]
-    batches = [
-        (kind, indices, make)
-        for kind in kinds
-        for indices, make in stored_batches(model, store, masks[0].order, probes, probes.records[kind])
-    ]
-    for done, (kind, indices, make) in enumerate(batches, 1):
-        measured = make()
-        full = comparator.comparable(measured.outputs)
+    batches = [(kind, indices) for kind in kinds for indices in _passes(probes, probes.records[kind])]
+    for done, (kind, indices) in enumerate(batches, 1):
+        batch = pack([probes.sequences[index] for index in indices])
+        donors = stored_maps(store, masks[0].order, batch, probes.records[kind][indices])
+        served = ProbeBatch(batch, [model.embed(batch)], probes.full_outputs(model, indices), donors)
+        full = comparator.comparable(served.outputs)
         for mask, rows in zip(masks, result, strict=True):
-            changed = substituted_outputs(hit_model or model, measured, mask.as_array())
+            changed = substituted_outputs(hit_model or model, served, mask.as_array())
             # Rounding can give a cosine above 1, but damage is never negative.
             rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
-            rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)
+            rows[kind].fidelity[indices] = comparator.fidelity(changed, served.outputs)
         on_pass(done, len(batches))
     return result
 
@@ -158,9 +170,13 @@ def stored_batches(
         batch = pack([probes.sequences[index] for index in indices])
         return probed(model, batch, stored_maps(store, order, batch, records[indices]))
 
+    return [(indices, partial(make, indices)) for indices in _passes(probes, records)]
+
+
+def _passes(probes: Probes, records: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of the probes that have a record, in batches of limited size."""
     served = np.flatnonzero(records >= 0)
-    passes = [served[chosen] for chosen in token_passes(probes.lengths[served].tolist())]
-    return [(indices, partial(make, indices)) for indices in passes]
+    return [served[chosen] for chosen in token_passes(probes.lengths[served].tolist())]
 
 
 def stored_maps(

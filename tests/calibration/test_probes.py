@@ -7,8 +7,14 @@ import pytest
 import torch
 from core_models import random_sequences
 
+from attncache_core.calibration import probes as probes_module
 from attncache_core.calibration.probes import Probes, find_probes, measure, stored_batches, stored_maps
-from attncache_core.calibration.substitution import collect_maps, probed, substituted_outputs
+from attncache_core.calibration.substitution import (
+    collect_maps,
+    probed,
+    substituted_outputs,
+    traced_forward,
+)
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.maps.search import MOST_SIMILAR_OTHER
@@ -210,6 +216,24 @@ def test_progress_counts_the_batches_of_all_kinds_to_the_end(tiny_engine, record
     measure(tiny_engine.model, recorded.store, probes, masks, comparator, lambda *step: seen.append(step))
     assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
     assert len(seen) == kinds
+
+
+def test_the_full_model_runs_once_for_each_probe(tiny_engine, recorded, probes, masks, measured, monkeypatch):
+    ran = []
+
+    def noted(model, batch, on_maps):
+        ran.extend(batch.lengths.tolist())
+        return traced_forward(model, batch, on_maps)
+
+    monkeypatch.setattr(probes_module, "traced_forward", noted)
+    fresh = Probes(probes.sequences, probes.records, probes.similarities)
+    comparator = tiny_engine.decisions.comparator(Measure.COSINE)
+    for mask, expected in zip(masks, measured, strict=True):
+        (rows,) = measure(tiny_engine.model, recorded.store, fresh, [mask], comparator)
+        for kind in RecordKind:
+            np.testing.assert_allclose(rows[kind].damage, expected[kind].damage, atol=1e-6)
+    with_a_record = np.any([probes.records[kind] >= 0 for kind in RecordKind], axis=0)
+    assert sorted(ran) == probes.lengths[with_a_record].tolist()
 
 
 def test_batches_hold_every_probe_that_has_a_record_once(tiny_engine, recorded, probes):
