@@ -11,6 +11,7 @@ from attncache_core import InvalidInput
 from attncache_core.evaluation.tuning.tune import TuneReport
 
 _SIZE = (7.0, 4.5)
+WAY_COLUMNS = ("way", "speed", "speed_alone", "quality", "lower_bound")
 
 
 class Plots:
@@ -43,7 +44,7 @@ class Plots:
             )
             for measured in report.measured
         ]
-        self._write(name, ("way", "speed", "speed_alone", "quality", "lower_bound"), rows)
+        self._write(name, WAY_COLUMNS, rows)
         figure, axes = self._axes(
             "speed in full batches, relative to the exact model", f"mean {report.budget.measure} of all texts"
         )

@@ -165,6 +165,12 @@ def nearest_label(
     )
 
 
+def require_labels(labels: Sequence[str]) -> None:
+    """Raise BuildFailed if the labels of texts have fewer than two classes."""
+    if len(set(labels)) < 2:
+        raise BuildFailed("a classifier needs texts of at least two labels", field="data")
+
+
 def fit_classifier(
     embeddings: np.ndarray, labels: Sequence[str], *, fingerprint: str, model: str
 ) -> LinearClassifier:
@@ -176,9 +182,8 @@ def fit_classifier(
     # Imported here, because importing scikit-learn takes most of a second and only fitting needs it.
     from sklearn.linear_model import LogisticRegression
 
+    require_labels(labels)
     classes = sorted(set(labels))
-    if len(classes) < 2:
-        raise BuildFailed("a classifier needs texts of at least two labels", field="data")
     require_finite(np.isfinite(embeddings), "embeddings")
     regression = LogisticRegression(C=_INVERSE_REGULARISATION, max_iter=2000)
     # float64, because in float32 rounding decides where the solver stops, so results would differ by machine.

@@ -110,6 +110,20 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
     _sync(path.parent)
 
 
+def move_to_new(path: Path, target: Path) -> None:
+    """Rename a file. Raises FileExistsError if another file has the name `target`, and OSError."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        path.replace(target)
+        return
+    path.unlink()
+
+
 def refused_read(error: BaseException | None) -> OSError | None:
     """Return the OSError by which the system refused to read a file, if it caused this error; else None."""
     while error is not None:

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from attncache_core import InvalidInput
+from attncache_core.runtime.files import move_to_new
 
 EMBEDDING_FORMATS = ("npy", "parquet")
 CLASS_FORMATS = ("jsonl", "tsv", "parquet")
@@ -27,12 +28,14 @@ _NAME = b"attncache.name"
 
 
 def check_output(output: Path, formats: Sequence[str]) -> None:
-    """Raise InvalidInput if the output exists, or its ending is none of these formats."""
+    """Raise InvalidInput if the output exists, has no folder, or its ending is none of these formats."""
     if output.suffix.removeprefix(".").lower() not in formats:
         accepted = " or ".join(f".{name}" for name in formats)
         raise InvalidInput(f"{output}: the file name must end in {accepted}", field="output")
     if output.exists():
         raise InvalidInput(f"{output} exists; remove the file or choose another name", field="output")
+    if not output.parent.is_dir():
+        raise InvalidInput(f"the folder of --output {output} does not exist; make it first", field="output")
     if output.suffix.lower() == ".parquet":
         pyarrow_parquet()
 
@@ -41,10 +44,10 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
     """Make the output of a spool that is complete. The output appears at once.
 
     numbers: what `spooled` holds, float32 [rows, width]. labels: of the columns; none for embeddings.
-    Raises OSError.
+    Raises FileExistsError if the output exists, and OSError.
     """
     if output.suffix.lower() == ".npy":
-        spooled.replace(output)
+        move_to_new(spooled, output)
         return
     write = _WRITERS[output.suffix.lower(), bool(labels)]
     unfinished = output.with_name(f".{output.name}.{secrets.token_hex(8)}.unfinished")
@@ -53,7 +56,7 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
             write(file, numbers, labels)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(output)
+        move_to_new(unfinished, output)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,14 @@ def run(
                 raise
             remedy = spool.how_to_continue("correct the input and ")
             raise type(error)(f"{error}; {remedy}", field=error.field) from error
+        except FileExistsError as error:
+            remedy = spool.how_to_continue("remove or rename it, and ")
+            raise InvalidInput(
+                f"{files.output} was made by another process meanwhile; {remedy}", field="output"
+            ) from error
         except OSError as error:
-            reason = f"{error.strerror or error}; {spool.how_to_continue()}"
+            before = "free space, and " if error.errno == errno.ENOSPC else ""
+            reason = f"{error.strerror or error}; {spool.how_to_continue(before)}"
             raise OSError(error.errno, reason, error.filename or str(files.output)) from error
     if not spool.done.rows:
         raise InvalidInput(f"{files.source} has no texts", field="input")

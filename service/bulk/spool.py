@@ -9,7 +9,9 @@ whole after a crash.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import glob
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ import numpy as np
 import orjson
 
 from attncache_core import InvalidInput
-from attncache_core.runtime.files import write_whole
+from attncache_core.runtime.files import remove_unfinished, write_whole
 from service.bulk.chunks import NOTHING, Done
 
 _NUMBER = np.dtype("<f4")
@@ -41,10 +43,11 @@ class Spool:
         """begun_with: what must not change in a run that is continued."""
         self._output, self._file, self._width, self._begun_with = output, file, width, dict(begun_with)
         self.done = NOTHING
+        self._was_removed = False
 
     def how_to_continue(self, before: str = "") -> str:
         """Return a sentence for people. before: what they must do first."""
-        if not self.done.rows:
+        if not self.done.rows or self._was_removed:
             return f"no row is saved; {before}run the same command again"
         saved = f"{self.done.rows:,} rows are saved in {partial(self._output)}"
         return f"{saved}; {before}run the same command again to continue"
@@ -57,15 +60,16 @@ class Spool:
             self._write_header()
             self._write_state()
             return
+        begun_with, done = state
         for name, now in self._begun_with.items():
-            then = state["begun_with"].get(name)
+            then = begun_with.get(name)
             if then != now:
                 raise InvalidInput(
                     f"{partial(self._output)} {begun_otherwise(name, then, now)}; use the same options, or "
                     "remove this file to begin again",
                     field=name,
                 )
-        self.done = Done(**state["done"])
+        self.done = done
         if self._file.seek(0, os.SEEK_END) < self._end:
             raise InvalidInput(
                 f"{partial(self._output)} is damaged: it has fewer than the {self.done.rows:,} rows that "
@@ -77,8 +81,12 @@ class Spool:
     def append(self, numbers: np.ndarray, done: Done) -> None:
         """Save the numbers of the next rows, float32 [rows, width]. done: the rows that are done with them.
 
-        Raises OSError, for instance if the disk is full. Then the rows are not done.
+        Raises OSError, for instance if the disk is full, or if the file was removed. Then the rows are not
+        done.
         """
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self._was_removed = True
+            raise OSError(errno.ENOENT, "was removed while it was written", str(partial(self._output)))
         self._file.seek(self._end)
         self._file.write(np.ascontiguousarray(numbers, dtype=_NUMBER).data)
         self._sync()
@@ -113,18 +121,27 @@ class Spool:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _state(self) -> dict[str, Any] | None:
-        """Return what a run left, or None."""
-        path = progress(self._output)
-        if not path.exists() or self._file.seek(0, os.SEEK_END) == 0:
+    def _state(self) -> tuple[Mapping[str, Any], Done] | None:
+        """Return what a run was begun with, and the rows that it has done; None if there was no run."""
+        path, numbers = progress(self._output), partial(self._output)
+        if not self._file.seek(0, os.SEEK_END):
             return None
-        try:
-            state: dict[str, Any] = orjson.loads(path.read_bytes())
-        except orjson.JSONDecodeError as error:
+        if not path.exists():
+            self._file.seek(0)
+            if self._file.read(len(self._header()) + 1) == self._header():
+                return None  # a run was killed before it saved anything
             raise InvalidInput(
-                f"{path} is damaged; remove {partial(self._output)} to begin again", field="output"
+                f"{numbers} exists without {path.name}, which says what it holds; restore this file, or "
+                f"remove {numbers} to begin again",
+                field="output",
+            )
+        try:
+            state = orjson.loads(path.read_bytes())
+            return dict(state["begun_with"]), Done(**state["done"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"{path} is damaged; remove {numbers} to begin again", field="output"
             ) from error
-        return state
 
     def _write_state(self) -> None:
         state = {"begun_with": self._begun_with, "done": asdict(self.done)}
@@ -150,8 +167,13 @@ def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Itera
             raise InvalidInput(
                 f"another process writes to {partial(output)}; wait for its end", field="output"
             ) from error
+        for left in (output, progress(output)):
+            remove_unfinished(output.parent, glob.escape(left.name))
         spool = Spool(output, file, width, begun_with)
-        spool.continue_or_begin()
+        try:
+            spool.continue_or_begin()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or str(partial(output))) from error
         try:
             yield spool
         finally:

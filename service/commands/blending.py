@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from attncache_core.reuse.blend.gate import BlendGate, write_gate
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.policy import Budget
 from service.commands.progress import shown_progress
-from service.commands.report import show_table
+from service.commands.report import require_writable, show_table
 
 
 def calibrate_segments(
@@ -29,9 +30,9 @@ def calibrate_segments(
 
     Raises InvalidInput, as calibrate_blending, and if the output cannot be written.
     """
+    kept = output.with_name(output.name + ".measured")
+    _require_writable(output, kept)
     prompts = read_segmented(segments)
-    if not output.parent.is_dir():
-        raise InvalidInput(f"the folder of --output, {output.parent}, does not exist", field="output")
     engine = load(key_values=KeyValueOptions())
     with shown_progress() as progress:
         try:
@@ -41,7 +42,7 @@ def calibrate_segments(
                 budget(engine),
                 separator=separator,
                 listwise=listwise,
-                kept=output.with_name(output.name + ".measured"),
+                kept=kept,
                 on_prompt=partial(progress, "measuring prompts"),
             )
             write_gate(output, gate)
@@ -52,6 +53,32 @@ def calibrate_segments(
     if repeated := len(prompts) - gate.prompts:
         click.echo(f"{repeated} of {len(prompts)} prompts are equal to others, and count once", err=True)
     _show(gate, output)
+
+
+def _require_writable(output: Path, kept: Path) -> None:
+    """Raise InvalidInput unless the gate, and the file of what was measured, are missing or written by us."""
+    for path in (output, kept):
+        require_writable(path, "--output")
+    foreign = None
+    if kept.exists() and (content := kept.read_bytes()) and not content.startswith(b'{"key"'):
+        foreign = kept
+    if output.exists() and not _is_gate(output):
+        foreign = output
+    if foreign:
+        raise InvalidInput(
+            f"--output {output} would overwrite {foreign}, which calibrate has not written; choose another "
+            "file, or remove this one",
+            field="output",
+        )
+
+
+def _is_gate(path: Path) -> bool:
+    """Return whether a file looks like a gate, of any version."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and {"format", "measured"} <= content.keys()
 
 
 def _show(gate: BlendGate, output: Path) -> None:

@@ -32,6 +32,7 @@ from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.runtime.devices import Dtype
+from attncache_core.runtime.files import write_whole
 from attncache_core.text.labels import LabelTokens
 from service.commands.options import (
     drop_options,
@@ -41,7 +42,7 @@ from service.commands.options import (
     whole_model_options,
 )
 from service.commands.progress import shown_progress
-from service.commands.report import machine, show_machine, show_table, write_json
+from service.commands.report import machine, require_writable_reports, show_machine, show_table, write_json
 
 # Most tokens of a text that an evaluation records, because a record grows with the square of the length.
 _LONGEST_RECORDED = 128
@@ -139,6 +140,7 @@ class Evaluation:
 
         The context of the command may hold what makes the methods, instead of Methods.
         """
+        require_writable_reports()
         self.request = request
         self._make_methods: Callable[..., Methods] = click.get_current_context().obj or Methods
         self.checkpoint = request.checkpoint
@@ -297,7 +299,7 @@ def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[s
     """Write a table as Markdown. The first column is text; the other columns are figures."""
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    path.write_text(table + "\n", encoding="utf-8")
+    write_whole(path, f"{table}\n".encode())
 
 
 def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:

@@ -10,6 +10,7 @@ import numpy as np
 from attncache_core import Checkpoint, InvalidInput, NotFinite, PrefillEngine, fit_classifier
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.corpus.tables import FORMATS
+from attncache_core.heads.classifier import require_labels
 from attncache_core.runtime.devices import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
@@ -44,9 +45,12 @@ def fit(
     output: Path,
 ) -> None:
     """Fit a linear classifier on the full model's embeddings. To serve it, use `serve --classifier`."""
-    if output.exists():
+    if output.exists() and not _was_stopped(output):
         raise InvalidInput(f"{output} exists; remove it or choose another name", field="output")
+    if output.parent.exists() and not output.parent.is_dir():
+        raise InvalidInput(f"{output.parent} is a file; choose another --output", field="output")
     texts, labels = read_labelled(data, text_column, label_column, file_format)
+    require_labels(labels)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     embeddings: list[np.ndarray] = []
     with shown_progress() as progress:
@@ -61,3 +65,11 @@ def fit(
     )
     fitted.save(output)
     click.echo(f"{output}: {len(fitted.labels)} labels from {len(texts)} texts")
+
+
+def _was_stopped(folder: Path) -> bool:
+    """Return whether a folder holds only what a stopped command left: the description is written last."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir() if not path.name.endswith(".unfinished")}
+    return names <= {"classifier.safetensors"}

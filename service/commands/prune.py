@@ -14,7 +14,13 @@ from attncache_core.evaluation.importance import measure_importance
 from attncache_core.runtime.devices import Dtype
 from service.commands.options import json_option, template_option, whole_model_options
 from service.commands.progress import shown_progress
-from service.commands.report import machine_and_model, show_machine, show_table, write_json
+from service.commands.report import (
+    machine_and_model,
+    require_writable_reports,
+    show_machine,
+    show_table,
+    write_json,
+)
 
 
 @click.command("prune")
@@ -50,6 +56,7 @@ def prune(
     least important layers, use --drop-attention and --drop-block. To measure the cost in quality, use
     `attncache evaluate`.
     """
+    require_writable_reports()
     calibration = read_texts(texts) if texts else [sentence.text for sentence in default_corpus()]
     if not calibration:
         raise InvalidInput("the file has no texts", field="texts")

@@ -9,9 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
+from attncache_core.errors import InvalidInput
+from attncache_core.runtime.files import write_whole
 from attncache_core.runtime.processor import processor_name
 
 if TYPE_CHECKING:
@@ -80,7 +83,40 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
     return widths
 
 
+def require_writable(path: Path, option: str) -> None:
+    """Raise InvalidInput unless the running command can write `path`, which `option` names.
+
+    Its folder must exist, and no other option may name it, alone or as FILE:column.
+    """
+    if not path.parent.is_dir():
+        raise InvalidInput(
+            f"the folder of {option} {path} does not exist; make it first", field=option.lstrip("-")
+        )
+    if path.is_dir():
+        raise InvalidInput(f"{option} {path} is a folder; name a file", field=option.lstrip("-"))
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.params.get(parameter.name or "")
+        for name in given if isinstance(given, tuple) else (given,):
+            if not isinstance(name, str | Path) or option in parameter.opts:
+                continue
+            for other in (Path(name), Path(str(name).rpartition(":")[0])):
+                if path.exists() and other.exists() and path.samefile(other):
+                    raise InvalidInput(
+                        f"{option} would overwrite {path}, which {parameter.opts[0]} names; choose another "
+                        "file",
+                        field=option.lstrip("-"),
+                    )
+
+
+def require_writable_reports() -> None:
+    """Raise InvalidInput as `require_writable`, for --json and --markdown of the running command."""
+    for name, option in (("json_file", "--json"), ("markdown", "--markdown")):
+        if path := click.get_current_context().params.get(name):
+            require_writable(path, option)
+
+
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report as JSON; does nothing without a path."""
     if path:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, f"{json.dumps(report, indent=1)}\n".encode())

@@ -29,9 +29,10 @@ from service.commands.options import (
     use_options,
 )
 from service.commands.progress import shown_progress
+from service.commands.report import require_writable
 from service.commands.tune_report import WRITTEN_BY, comment, line_of, show_report
 from service.loading.checkpoints import chosen_checkpoint
-from service.plots import Plots
+from service.plots import WAY_COLUMNS, Plots
 from service.settings import Settings
 from service.settings.reading import write_settings
 
@@ -122,7 +123,8 @@ from service.settings.reading import write_settings
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File ending in .png for a plot of quality against speed. Default: no plot.",
+    help="File ending in .png for a plot of quality against speed; its figures are written beside it, in a "
+    "file ending in .csv. Default: no plot.",
 )
 def tune(
     texts: tuple[str, ...],
@@ -144,7 +146,7 @@ def tune(
     are recorded; the other half measures. Serve the result with `attncache serve --config FILE`. A run that
     was stopped continues when the same command is given again.
     """
-    _require_writable(output)
+    _require_writable(output, classifier)
     plots = _plots(plot) if plot else None
     model = {name: options.pop(name) for name in _OF_MODELS}
     engine: dict[str, Any] = {"dtype": dtype, "threads": threads, "device": device, "max_tokens": max_tokens}
@@ -166,15 +168,24 @@ def tune(
     click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plots and plot:
         plots.ways(report, plot.stem)
-        click.echo(str(plot))
+        click.echo(f"{plot}, and its figures in {plot.with_suffix('.csv')}")
 
 
-def _require_writable(output: Path) -> None:
-    """Raise InvalidInput unless the file of settings may be written: it is missing, or of a tuning."""
+def _require_writable(output: Path, classifier: Path | None) -> None:
+    """Raise InvalidInput unless the files of the settings are missing, or of a tuning.
+
+    classifier: that the operator gives, which must stay as it is.
+    """
     if output.suffix != ".toml":
         raise InvalidInput(f"--output {output} must end in .toml", field="output")
-    if not output.parent.is_dir():
-        raise InvalidInput(f"the folder of --output {output} does not exist; make it first", field="output")
+    require_writable(output, "--output")
+    written = output.with_suffix(".classifier")
+    if written.exists() and (not output.exists() or (classifier and written.samefile(classifier))):
+        raise InvalidInput(
+            f"--output {output} would write the classifier of the chosen way to {written}, which exists and "
+            "was not written by tune; choose another name",
+            field="output",
+        )
     if output.exists() and not output.read_bytes().startswith(f"# {WRITTEN_BY}".encode()):
         raise InvalidInput(
             f"--output {output} exists and was not written by tune; choose another file", field="output"
@@ -185,6 +196,15 @@ def _plots(plot: Path) -> Plots:
     """Return what draws the plot. Raises InvalidInput without matplotlib, before anything is measured."""
     if plot.suffix != ".png":
         raise InvalidInput(f"--plot {plot} must end in .png", field="plot")
+    figures = plot.with_suffix(".csv")
+    for path in (plot, figures):
+        require_writable(path, "--plot")
+    if figures.exists() and not figures.read_bytes().startswith(",".join(WAY_COLUMNS).encode()):
+        raise InvalidInput(
+            f"--plot {plot} would write its figures to {figures}, which exists and was not written by tune; "
+            "choose another file",
+            field="plot",
+        )
     return Plots(plot.parent, "quality")
 
 

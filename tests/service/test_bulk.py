@@ -287,6 +287,7 @@ def is_killed_before(step, arguments, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", counted(os.fsync))
+        patch.setattr(os, "link", counted(os.link))
         patch.setattr(Path, "replace", counted(Path.replace))
         patch.setattr(Path, "unlink", counted(Path.unlink))
         try:
@@ -535,12 +536,64 @@ def test_output_that_would_write_to_the_input_is_refused(tiny_checkpoint, tmp_pa
     assert left_files(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("ending", ["npy", "parquet"])
+def test_output_that_appears_during_the_run_stays(tiny_checkpoint, tmp_path, source, monkeypatch, ending):
+    output, finish = tmp_path / f"out.{ending}", spool.Spool.finish
+
+    def appears(self):
+        output.write_text("another's")
+        return finish(self)
+
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    with monkeypatch.context() as patch:
+        patch.setattr(spool.Spool, "finish", appears)
+        one_line(run(*arguments), "was made by another process", "50 rows are saved", "remove or rename it")
+    assert output.read_text() == "another's"
+    output.unlink()
+    succeeded(run(*arguments))
+    assert left_files(tmp_path) == [output.name]
+
+
+@pytest.mark.parametrize("state", ['{"a": 1}', "[]", '{"begun_with": {}, "done": {"rows": 1, "b": 2}}', None])
+def test_numbers_without_a_state_are_not_thrown_away(tiny_checkpoint, tmp_path, source, state):
+    output = tmp_path / "out.npy"
+    numbers, progress = (tmp_path / f"out.npy.{part}" for part in ("partial", "progress"))
+    numbers.write_text("somebody's notes")
+    if state is not None:
+        progress.write_text(state)
+    shown = one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "to begin again")
+    assert ("without out.npy.progress" in shown) == (state is None)
+    assert numbers.read_text() == "somebody's notes"
+
+
+def test_rows_of_a_file_that_was_removed_are_not_said_to_be_saved(
+    tiny_checkpoint, tmp_path, source, monkeypatch
+):
+    append = spool.Spool.append
+
+    def removed_before(self, *values):
+        if self.done.rows:
+            (tmp_path / "out.npy.partial").unlink()
+        append(self, *values)
+
+    monkeypatch.setattr(spool.Spool, "append", removed_before)
+    arguments = embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")
+    one_line(run(*arguments), "was removed while it was written", "no row is saved")
+
+
+def test_files_that_a_killed_run_was_writing_are_removed(tiny_checkpoint, tmp_path, source):
+    for name in ("out.npy", "out.npy.progress"):
+        (tmp_path / f".{name}.0123456789abcdef.unfinished").touch()
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")))
+    assert left_files(tmp_path) == ["out.npy"]
+
+
 @pytest.mark.parametrize(
     ("command", "output", "words"),
     [
         ("embed", "out.csv", ["out.csv: the file name must end in .npy or .parquet"]),
         ("classify", "out.npy", ["must end in .jsonl or .tsv or .parquet"]),
-        ("embed", "absent/out.npy", ["absent", "No such file"]),
+        ("embed", "absent/out.npy", ["the folder of --output", "absent/out.npy does not exist"]),
     ],
 )
 def test_output_that_cannot_be_written_is_refused(tiny_checkpoint, tmp_path, source, command, output, words):

@@ -57,3 +57,18 @@ def test_options_that_do_not_fit_are_refused_in_one_line(folder, prompts, tmp_pa
     assert_one_line(both, "not both")
     absent = calibrate(folder, "--segments", prompts, "--output", tmp_path / "absent" / "a")
     assert_one_line(absent, "does not exist")
+
+
+def test_nothing_that_calibrate_has_not_written_is_overwritten(folder, prompts, tmp_path):
+    for written, output in (("in.jsonl", "in.jsonl"), ("in.json.measured", "in.json")):
+        mine = tmp_path / written
+        mine.write_bytes(prompts.read_bytes())
+        assert_one_line(
+            calibrate(folder, "--segments", mine, "--output", tmp_path / output), "overwrite", str(mine)
+        )
+        assert mine.read_bytes() == prompts.read_bytes()
+        mine.unlink()
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"buy": "milk"}')
+    assert_one_line(calibrate(folder, "--segments", prompts, "--output", notes), "overwrite", "notes.json")
+    assert notes.read_text() == '{"buy": "milk"}'

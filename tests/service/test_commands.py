@@ -207,6 +207,15 @@ def test_fitted_classifier_is_loaded_and_predicts_its_training_labels(tiny_check
     assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
 
 
+def test_fit_that_was_stopped_between_its_files_can_be_repeated(tiny_checkpoint, files, tmp_path):
+    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "classifier")
+    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
+    whole = LinearClassifier.load(tmp_path / "classifier").digest()
+    (tmp_path / "classifier" / "classifier.json").unlink()
+    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
+    assert LinearClassifier.load(tmp_path / "classifier").digest() == whole
+
+
 BUILD = "build --corpus {files}/corpus.tsv --database"
 EVALUATE = "evaluate classification --train {files}/train.tsv --data {files}/test.tsv --database {built}"
 CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
@@ -229,7 +238,9 @@ CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
         (CALIBRATE, "classifier", ("fingerprint", "build a database")),
         (CALIBRATE, "tiny", ("0 of the texts are not in the database",)),
         (EVALUATE, "classifier", ("fingerprint", "build a database")),
-        (f"{EVALUATE} --rounds 1 --json absent/report.json", "tiny", ("report.json",)),
+        (f"{EVALUATE} --json absent/report.json", "tiny", ("the folder of --json", "report.json does not")),
+        (f"{EVALUATE} --markdown {{files}}/test.tsv", "tiny", ("--markdown would overwrite", "--data names")),
+        ("prune --texts one.tsv:text --json one.tsv", "tiny", ("--json would overwrite", "--texts names")),
     ],
 )
 def test_mistake_is_one_line(

@@ -229,6 +229,20 @@ def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts
         assert output.read_bytes() == written
 
 
+def test_texts_and_classifiers_of_the_operator_are_not_overwritten(tiny_checkpoint, texts, tmp_path):
+    asked = tmp_path / "plot.csv"
+    asked.write_bytes(texts.read_bytes().replace(b"\t", b","))
+    named = tune(tiny_checkpoint, asked, tmp_path / "tuned.toml", "--plot", tmp_path / "plot.png")
+    assert_one_line(named, "--plot would overwrite", "plot.csv", "--texts names")
+    other = tune(tiny_checkpoint, texts, tmp_path / "tuned.toml", "--plot", tmp_path / "plot.png")
+    assert_one_line(other, "plot.csv", "was not written by tune")
+    classifier = tmp_path / "tuned.classifier"
+    classifier.mkdir()
+    for given in ((), ("--classifier", classifier)):
+        assert_one_line(tune(tiny_checkpoint, texts, tmp_path / "tuned.toml", *given), "tuned.classifier")
+    assert not list(classifier.iterdir())
+
+
 def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):
     output, calibrating = tmp_path / "tuned.toml", tmp_path / "calibrating.txt"
     calibrating.write_text("\n".join(["my card is lost"] * 16), encoding="utf-8")
