@@ -168,6 +168,12 @@ class Checkpoint:
                 "numbers positions",
                 field="model",
             )
+        if positions - padding < 2:
+            raise UnsupportedModel(
+                f"config.json of model {self.name} leaves no position for a token: max_position_embeddings "
+                f"is {positions}, and {family} numbers positions from pad_token_id, {padding}, on",
+                field="model",
+            )
         return positions - padding - 1
 
     @property
@@ -213,12 +219,24 @@ class Checkpoint:
                 return list(file.keys())
 
     def weight_files(self) -> list[Path]:
-        """Return the files that hold the tensors. Raises UnsupportedModel if their index cannot be read."""
+        """Return the files that hold the tensors.
+
+        Raises UnsupportedModel if their index cannot be read, or names what is no safetensors file in the
+        model's folder.
+        """
         single, index = (self.folder / name for name in WEIGHTS)
         if single.is_file():
             return [single]
         with readable(f"the weights of model {self.name}"):
-            return [self.folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+            names = sorted(set(read_json(index, {"weight_map": {}})["weight_map"].values()))
+            for name in names:
+                if not name.endswith(".safetensors") or Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise UnsupportedModel(
+                        f"{index.name} of model {self.name} names {name!r}, and weights are read only from "
+                        ".safetensors files in the model's folder",
+                        field="model",
+                    )
+        return [self.folder / name for name in names]
 
     def adapted(
         self,
@@ -280,7 +298,8 @@ class Checkpoint:
         if it changes.
         """
         digest = hashlib.sha256()
-        for path in sorted([*self.folder.glob("*.safetensors"), *self.tokenizer_files]):
+        weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
+        for path in sorted([*weights, *self.tokenizer_files]):
             if path.is_file():
                 digest.update(path.relative_to(self.folder).as_posix().encode())
                 digest.update(_digest_of(path))

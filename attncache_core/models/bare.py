@@ -7,7 +7,7 @@ are read as transformers reads them (load.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.errors import UnsupportedModel
 from attncache_core.models.bert import BERT, DISTILBERT
 from attncache_core.models.encoder import EncoderNames, embedding_of
 from attncache_core.models.mpnet import MPNET, PADDING, buckets_of
@@ -108,14 +109,31 @@ def is_bare(config: Any) -> bool:
 def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[BareEncoder, WeightReport]:
     """Return an encoder with the weights of a checkpoint in `dtype`, mapped from their files if possible.
 
-    config: the checkpoint's configuration in transformers; see `is_bare`. Raises an error of safetensors or
-    torch if the weights cannot be read or have other shapes than the configuration says, and ValueError if
-    the configuration describes no model.
+    config: the checkpoint's configuration in transformers; see `is_bare`. Raises an error of safetensors if
+    the weights cannot be read, UnsupportedModel if they have other shapes than the configuration says, are no
+    floating-point numbers or have two names, and ValueError if the configuration describes no model.
     """
     family = _FAMILIES[config.model_type]
     with torch.device("meta"):
         model = _modules(family, config, has_head=checkpoint.task == "classify")
-    weights = {name: weight.to(dtype) for name, weight in _weights(checkpoint) if weight.is_floating_point()}
+    weights = _weights(checkpoint)
+    expected = model.state_dict()
+    for name in sorted(expected.keys() & weights.keys()):
+        found, weight = weights[name], expected[name]
+        if found.shape != weight.shape:
+            remedy = "; name all classes in id2label" if name.startswith(family.head[1]) else ""
+            raise UnsupportedModel(
+                f"{name} of model {checkpoint.name} has the shape {list(found.shape)} in the weights, and "
+                f"{list(weight.shape)} by config.json{remedy}",
+                field="model",
+            )
+        if not found.is_floating_point():
+            raise UnsupportedModel(
+                f"{name} of model {checkpoint.name} has the type {found.dtype}, and only floating-point "
+                "weights are served",
+                field="model",
+            )
+        weights[name] = found.to(dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     return model, WeightReport(missing, unexpected)
 
@@ -173,11 +191,23 @@ def _with(root: nn.Module, parts: Mapping[str, Any]) -> Any:
     return root
 
 
-def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a checkpoint, with the names that they have without a head."""
+def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint, with the names that they have without a head.
+
+    Raises UnsupportedModel if two weights have one name.
+    """
     prefix = checkpoint.config["model_type"].removeprefix("xlm-") + "."
+    weights: dict[str, torch.Tensor] = {}
     for file in checkpoint.weight_files():
-        for name, weight in load_file(file).items():
+        for written, weight in load_file(file).items():
+            name = written.removeprefix(prefix)
             for former, present in _FORMER_NAMES.items():
                 name = name.replace(former, present)
-            yield name.removeprefix(prefix), weight
+            if name in weights and not torch.equal(weights[name], weight):
+                raise UnsupportedModel(
+                    f"the weights of model {checkpoint.name} have {name} under two names, with other "
+                    f"numbers; one of the names is {written}",
+                    field="model",
+                )
+            weights[name] = weight
+    return weights

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -78,6 +79,8 @@ def load_model(
     layers, config = _layers_and_config(checkpoint)
     heads = config.num_attention_heads
     model = _read_weights(checkpoint, config, dtype).eval().requires_grad_(False).to(device)
+    if device == CPU:
+        _unmap(model)
     if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
@@ -98,6 +101,19 @@ def load_model(
         return replace(packed, dtype=dtype)
     embed = packed.embed
     return replace(packed, dtype=dtype, device=device, embed=lambda batch: embed(batch.on(device)))
+
+
+def _unmap(model: nn.Module) -> None:
+    """Copy what packing does not copy, so that nobody who rewrites a weight file changes answers.
+
+    Packing copies the linear layers of layers, but for those of one output (gates of experts), and experts in
+    stacks.
+    """
+    for name, module in model.named_modules():
+        is_packed = type(module) is nn.Linear and _LAYER.search(f"{name}.") and module.out_features > 1
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not is_packed and tensor.dim() < 3:
+                tensor.data = tensor.data.clone()
 
 
 def with_heads(model: PackedModel, checkpoint: Checkpoint, heads: Sequence[LayerHeads]) -> PackedModel:
@@ -149,6 +165,12 @@ def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], An
         raise UnsupportedModel(
             f"config.json of model {checkpoint.name} says num_attention_heads {heads}, which must be "
             "between 1 and hidden_size",
+            field="model",
+        )
+    if config.num_hidden_layers < 1:
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} says num_hidden_layers {config.num_hidden_layers}, "
+            "which must be at least 1",
             field="model",
         )
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.encoder import EncoderNames, dense_head, encoder
 from attncache_core.models.layer import Dropped
@@ -39,10 +40,18 @@ _MAX_DISTANCE = 128
 
 
 def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
-    """Pack an MPNet checkpoint, for pooled embeddings or with its sequence-classification head."""
+    """Pack an MPNet checkpoint, for pooled embeddings or with its sequence-classification head.
+
+    Raises UnsupportedModel if the checkpoint has fewer buckets than MPNet reads.
+    """
     base, config = model.base_model, model.config
     positions = config.max_position_embeddings
     by_bucket = base.encoder.relative_attention_bias.weight  # [buckets, heads]
+    if len(by_bucket) < _BUCKETS:
+        raise UnsupportedModel(
+            f"relative_attention_num_buckets in config.json is {len(by_bucket)}, and MPNet reads {_BUCKETS}",
+            field="model",
+        )
     biases = by_bucket[buckets_of(torch.arange(1 - positions, positions)).to(by_bucket.device)].T
     score = getattr(model, "classifier", None)
     return encoder(

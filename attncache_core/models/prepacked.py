@@ -39,8 +39,9 @@ class PackedLinear:
         self.packed = packed_products(weight, bias)
         if self.packed:
             return
-        self._bias = None if bias is None else bias.detach().contiguous()
-        self._weight = weight.detach().contiguous()
+        # Copies, because the tensors of a checkpoint may be mapped from their file.
+        self._bias = None if bias is None else bias.detach().clone()
+        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
 
     @property
     def weight(self) -> torch.Tensor:

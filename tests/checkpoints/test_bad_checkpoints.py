@@ -64,6 +64,7 @@ def built(folder, *options):
         ({"model_type": ["llama"]}, ("is of the family ['llama']",)),
         ({"architectures": 5}, ("cannot be read",)),
         ({"model_type": "roberta", "pad_token_id": None}, ("pad_token_id in config.json of model",)),
+        ({"model_type": "roberta", "pad_token_id": 9999}, ("leaves no position for a token", "9999")),
     ],
     ids=str,
 )

@@ -100,8 +100,51 @@ def test_weights_of_another_shape_than_the_configuration_says_are_refused_with_a
     folder = write_model(tmp_path)
     config = read_checkpoint(folder).config
     write_json(folder / "config.json", config | {"intermediate_size": config["intermediate_size"] + 1})
-    with pytest.raises(UnsupportedModel, match=r"cannot be read .*layer\.0\.intermediate\.dense"):
+    with pytest.raises(
+        UnsupportedModel, match=r"layer\.0\.intermediate\.dense\.bias .* has the shape \[\d+\]"
+    ):
         load_model(read_checkpoint(folder), torch.float32)
+
+
+def test_weights_that_transformers_would_read_otherwise_are_refused(tmp_path):
+    folder = write_model(tmp_path, labels=["a", "b"])
+    path, name = folder / "model.safetensors", "bert.encoder.layer.0.output.dense.weight"
+    weights = load_file(path)
+    for changed, message in (
+        ({name.removeprefix("bert."): weights[name] + 1}, "under two names"),
+        ({name: weights[name].to(torch.int8)}, "has the type torch.int8"),
+        ({"classifier.weight": torch.ones(3, 32)}, "name all classes in id2label"),
+    ):
+        save_file(weights | changed, path, metadata={"format": "pt"})
+        with pytest.raises(UnsupportedModel, match=message):
+            load_model(read_checkpoint(folder), torch.float32)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "weights.st"])
+def test_an_index_that_names_other_files_is_refused(tmp_path, file):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"embeddings.x": file}})
+    with pytest.raises(UnsupportedModel, match=r"names '.*', and weights are read only from"):
+        read_checkpoint(folder).weight_files()
+
+
+def test_weights_in_a_folder_of_their_own_are_in_the_fingerprint(tmp_path):
+    folder = write_model(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "shards").mkdir()
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"weight_map": dict.fromkeys(weights, "shards/a.safetensors")},
+    )
+    fingerprints = set()
+    for factor in (1, 2):
+        changed = {name: weight * factor for name, weight in weights.items()}
+        save_file(changed, folder / "shards" / "a.safetensors", metadata={"format": "pt"})
+        fingerprints.add(read_checkpoint(folder).fingerprint())
+        load_model(read_checkpoint(folder), torch.float32)
+    assert len(fingerprints) == 2
 
 
 @pytest.mark.parametrize(

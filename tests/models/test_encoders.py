@@ -10,9 +10,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, prefill, random_sequences, random_text
+from core_models import (
+    PLAIN_WORDS,
+    SPECIAL,
+    WORDS,
+    attention_by,
+    new_objects,
+    prefill,
+    random_sequences,
+    random_text,
+)
 from core_reference import reference_logits
-from families import ENCODERS, SIZES, write_family
+from families import CASES, ENCODERS, SIZES, write_family
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -159,6 +168,22 @@ def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_pat
     with pytest.raises(UnsupportedModel, match="conv_kernel_size") as refused:
         load_model(checkpoint, torch.float32)
     assert refused.value.field == "model"
+
+
+@pytest.mark.parametrize("computing", ["stack", "operators"])
+@pytest.mark.parametrize("labels", [(), ("a", "b")], ids=["embed", "classify"])
+@pytest.mark.parametrize("name", [*ENCODERS, "llama", "qwen2-moe-dense-layer", "deepseek-v3"])
+def test_a_weight_file_that_is_rewritten_changes_no_answer(tmp_path, name, labels, computing):
+    checkpoint = read_checkpoint(write_family(tmp_path, CASES[name].made(), labels))
+    sequences = random_sequences([3, 9, 12])
+    with attention_by(computing):
+        expected = prefill(PrefillEngine.load(checkpoint, dtype="float32"), sequences).outputs
+        engine = PrefillEngine.load(checkpoint, dtype="float32")
+        path = tmp_path / "model.safetensors"
+        with path.open("r+b") as file:
+            file.seek(8 + int.from_bytes(file.read(8), "little"))
+            file.write(bytes(path.stat().st_size - file.tell()))
+        np.testing.assert_array_equal(prefill(engine, sequences).outputs, expected)
 
 
 @pytest.mark.skipif(not torch._C._has_mkldnn, reason="weights are not packed")
