@@ -19,13 +19,14 @@ database holds only the prototypes: stage 4 lets nothing be searched, and stage 
 
 The build runs in a hidden folder beside the destination, under a lock. The finished folder is renamed to the
 destination. A stopped build resumes with the files of its finished stages if model, corpus and options are
-equal.
+equal. Otherwise it is begun anew, and a warning in the log names what changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 import time
@@ -78,6 +79,8 @@ from attncache_core.runtime.files import (
     write_whole,
 )
 from attncache_core.version import __version__
+
+logger = logging.getLogger(__name__)
 
 # Training that goes on from another projector takes one of so many steps of a new projector's training.
 _SHARE_OF_STEPS = 4
@@ -277,7 +280,12 @@ class _Build:
             }
         )
         path = self.partial / "inputs.json"
-        if not path.is_file() or path.read_bytes() != inputs.encode():
+        kept = path.read_bytes() if path.is_file() else None
+        if kept != inputs.encode():
+            if kept is not None:
+                logger.warning(
+                    "the stopped build in %s is begun anew, because %s", self.partial, _changed(kept, inputs)
+                )
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(mode=PRIVATE, parents=True)
             write_whole(path, inputs.encode())
@@ -460,6 +468,18 @@ class _Build:
         if self.recorded != self.partial:
             scaffold.insert(0, self.recorded)
         move_into_place(self.partial, self.folder, without=[*left_unfinished(self.partial), *scaffold])
+
+
+def _changed(kept: bytes, inputs: str) -> str:
+    """Say which inputs differ from those that a stopped build has kept. Options are named one by one."""
+    now, then = json.loads(inputs), None
+    with suppress(ValueError):
+        then = json.loads(kept)
+    if not isinstance(then, dict) or not isinstance(then.get("options"), dict):
+        return "the list of its inputs is damaged"
+    now, then = ({**named.pop("options"), **named} for named in (now, then))
+    names = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    return f"this changed: {', '.join(names)}"
 
 
 def _kept_damage(path: Path, heads: int) -> np.ndarray | None:

@@ -4,6 +4,7 @@ OUTPUT/options.json           what decides the numbers; another run on this outp
 OUTPUT/<digest>.parquet       the numbers of one shard
 OUTPUT/failed.jsonl           the shards that failed three times, and why; `failed-3-of-100.jsonl` of a part
 OUTPUT/manifest.json          written last: the options, and for each shard its input and its output
+                              removed as soon as a run finds a shard that is not done
 """
 
 from __future__ import annotations
@@ -105,10 +106,11 @@ def run_shards(
     """Compute the shards that the output does not have, and write what failed, and the manifest.
 
     plan: of the inputs, as shards.plan returns it. report: called after each shard. Raises InvalidInput if
-    the output was begun with other options, or if the workers have written elsewhere, what the plan raises,
-    and OSError if the output cannot be written.
+    the output was begun with other options or has files of somebody else that would be replaced, or if the
+    workers have written elsewhere, what the plan raises, and OSError if the output cannot be written.
     """
     folder = ObjectFolder(output, "output", writes=True)
+    _require_own(folder)
     options = dict(workers.options())
     _begin(folder, options)
     counts = Counts()
@@ -130,6 +132,24 @@ def run_shards(
             folder.remove(part.failed_name)
             counts.is_complete = _close(folder, options, part, planned)
     return counts
+
+
+def _require_own(folder: ObjectFolder) -> None:
+    """Raise InvalidInput if no run has begun the output, and it has a file that a run replaces or removes."""
+    try:
+        folder.about(OPTIONS)
+    except FileNotFoundError:
+        names = {stored.name for stored in folder.list() if _is_replaced(stored.name)}
+        if names and OPTIONS not in names:  # another part may have begun meanwhile
+            raise InvalidInput(
+                f"--output {folder.url} has a file {min(names)}, which would be replaced or removed, and no "
+                f"{OPTIONS} of an earlier run; move {min(names)} away, or choose another folder for --output",
+                field="output",
+            ) from None
+
+
+def _is_replaced(name: str) -> bool:
+    return name in (OPTIONS, MANIFEST) or _FAILED_NAME.fullmatch(name) is not None
 
 
 def _begin(folder: ObjectFolder, options: Mapping[str, Any]) -> None:
@@ -157,16 +177,23 @@ def _due(
     counts: Counts,
     failures: list[Failure],
 ) -> Iterator[Due]:
-    """Yield the shards of a part that are not done. Notes all shards in `planned`, for the manifest."""
+    """Yield the shards of a part that are not done. Notes all shards in `planned`, for the manifest.
+
+    Before the first shard that is not done, of any part, the manifest of an earlier run is removed.
+    """
     done, digest = outputs_in(folder), options_digest(options)
+    may_have_manifest = True
 
     def is_done(shard: Shard | Failure) -> bool:
         if isinstance(shard, Failure):
             return False
         name = digest_of(output := shard.output(digest))
-        return name in done and part.holds(name) and is_whole(folder, output, shard)
+        return name in done and (not part.holds(name) or is_whole(folder, output, shard))
 
     for shard, found in read_ahead(plan, is_done):
+        if may_have_manifest and not found.result():
+            folder.remove(MANIFEST)
+            may_have_manifest = False
         if isinstance(shard, Failure):
             failures.append(shard)
             continue

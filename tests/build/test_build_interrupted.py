@@ -211,6 +211,27 @@ def test_build_with_another_split_of_the_same_texts_starts_from_scratch(tiny_eng
 
 
 @pytest.mark.parametrize(
+    ("change", "texts", "named"),
+    [
+        ({"prototypes": 3, "min_cosine": 0.9}, slice(None), "this changed: min_cosine, prototypes"),
+        ({}, slice(1, None), "this changed: sentences, held_out"),
+    ],
+    ids=["options", "texts"],
+)
+def test_stopped_build_that_is_begun_anew_is_logged_with_what_changed(
+    tiny_engine, tiny_corpus, tmp_path, caplog, change, texts, named
+):
+    stop_at = ("writing records", 1)
+    for _ in range(2):
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    assert caplog.messages == []
+    for _ in range(2):
+        build(tiny_engine, tiny_corpus[texts], tmp_path / "a.db", stop_at, **change)
+    partial = tmp_path / ".a.db.partial"
+    assert caplog.messages == [f"the stopped build in {partial} is begun anew, because {named}"]
+
+
+@pytest.mark.parametrize(
     "damaged",
     [
         lambda content: content[:-1],
@@ -230,7 +251,9 @@ def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpu
 
 @pytest.mark.parametrize("content", [b"", b"[[1", b"\xff\xfe"], ids=["empty", "cut", "other bytes"])
 @pytest.mark.parametrize("name", ["inputs.json", "damage.json", "projector.safetensors"])
-def test_stage_whose_file_is_damaged_is_done_again(tiny_engine, tiny_corpus, tmp_path, name, content):
+def test_stage_whose_file_is_damaged_is_done_again(tiny_engine, tiny_corpus, tmp_path, caplog, name, content):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
     (tmp_path / ".a.db.partial" / name).write_bytes(content)
     build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    said = [message for message in caplog.messages if "the list of its inputs is damaged" in message]
+    assert len(said) == (name == "inputs.json")

@@ -170,6 +170,72 @@ def test_what_fails_is_listed_and_the_rest_is_computed(tiny_checkpoint, folder, 
     assert not list(output.glob("failed*"))
 
 
+def test_output_that_is_not_complete_any_more_has_no_manifest(tiny_checkpoint, folder, texts, tmp_path):
+    output = tmp_path / "out"
+    succeeded(embed(tiny_checkpoint, folder, output))
+    complete = (output / MANIFEST).read_bytes()
+    (folder / "3.parquet").write_bytes(b"no Parquet")
+    for _ in range(2):
+        ended = embed(tiny_checkpoint, folder, output)
+        assert ended.exit_code == 3
+        assert "0 shards computed (0 rows), 15 were there, 1 failed; not complete yet" in ended.stdout
+        assert not (output / MANIFEST).exists()
+        (output / MANIFEST).write_bytes(complete)
+    write(folder / "3.parquet", [*texts[0][:9], None])  # a row that cannot be computed
+    assert embed(tiny_checkpoint, folder, output).exit_code == 3
+    assert not (output / MANIFEST).exists()
+    (folder / "3.parquet").unlink()
+    succeeded(embed(tiny_checkpoint, folder, output))
+    assert (output / MANIFEST).read_bytes() == complete
+    # A part whose own shards are all done, while a shard of the other part is not.
+    shard = json.loads(complete)["shards"][0]
+    (output / shard["output"]).unlink()
+    parts = ("1/2", "2/2") if int(shard["output"][:16], 16) % 2 else ("2/2", "1/2")
+    assert "0 failed; not complete yet" in succeeded(
+        embed(tiny_checkpoint, folder, output, "--shard", parts[0])
+    )
+    assert not (output / MANIFEST).exists()
+    succeeded(embed(tiny_checkpoint, folder, output, "--shard", parts[1]))
+    assert (output / MANIFEST).read_bytes() == complete
+
+
+def test_manifest_is_away_before_the_first_shard_is_computed(
+    tiny_checkpoint, folder, texts, tmp_path, monkeypatch
+):
+    output = tmp_path / "out"
+    succeeded(embed(tiny_checkpoint, folder, output))
+    write(folder / "3.parquet", texts[0][:9])
+    found = []
+
+    def killed(*_):
+        found.append((output / MANIFEST).exists())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWorker, "_compute", killed)
+        assert embed(tiny_checkpoint, folder, output).exit_code == 130
+    assert found == [False]
+    succeeded(embed(tiny_checkpoint, folder, output))
+    assert len(json.loads((output / MANIFEST).read_bytes())["shards"]) == 17
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "failed.jsonl", "failed-2-of-3.jsonl"])
+def test_output_with_a_file_of_somebody_else_is_refused(tiny_checkpoint, folder, tmp_path, name):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / name).write_bytes(b"of the user")
+    (output / "notes").mkdir()
+    (output / "notes" / MANIFEST).write_bytes(b"never touched")
+    ended = embed(tiny_checkpoint, folder, output)
+    assert ended.exit_code == 2
+    assert f"--output {output.as_uri()} has a file {name}, " in ended.stderr
+    assert "choose another folder for --output" in ended.stderr
+    assert sorted(path.name for path in output.iterdir()) == sorted([name, "notes"])
+    (output / name).rename(tmp_path / name)
+    succeeded(embed(tiny_checkpoint, folder, output))
+    assert (output / "notes" / MANIFEST).read_bytes() == b"never touched"
+
+
 def test_file_that_changes_while_it_is_read_is_never_mixed(
     tiny_checkpoint, folder, texts, tmp_path, monkeypatch
 ):
