@@ -32,7 +32,6 @@ from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.runtime.devices import Dtype
-from attncache_core.runtime.files import write_whole
 from attncache_core.text.labels import LabelTokens
 from service.commands.options import (
     drop_options,
@@ -42,7 +41,14 @@ from service.commands.options import (
     whole_model_options,
 )
 from service.commands.progress import shown_progress
-from service.commands.report import machine, require_writable_reports, show_machine, show_table, write_json
+from service.commands.report import (
+    machine,
+    require_writable_reports,
+    show_machine,
+    show_table,
+    write_json,
+    write_report,
+)
 
 # Most tokens of a text that an evaluation records, because a record grows with the square of the length.
 _LONGEST_RECORDED = 128
@@ -299,7 +305,7 @@ def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[s
     """Write a table as Markdown. The first column is text; the other columns are figures."""
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    write_whole(path, f"{table}\n".encode())
+    write_report(path, table)
 
 
 def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:

@@ -119,4 +119,12 @@ def require_writable_reports() -> None:
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report as JSON; does nothing without a path."""
     if path:
-        write_whole(path, f"{json.dumps(report, indent=1)}\n".encode())
+        write_report(path, json.dumps(report, indent=1))
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write a report and a line end, whole or not at all unless `path` is a pipe or a device."""
+    if path.exists() and not path.is_file():
+        path.write_text(f"{text}\n", encoding="utf-8")
+    else:
+        write_whole(path, f"{text}\n".encode())
