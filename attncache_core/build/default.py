@@ -12,15 +12,15 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.runtime.devices import Device, Dtype
 
-# The stages of a build, and which share of a default build's processor time is over when each one begins.
+# The stages of a build, and which share of a default build's time is over when each one begins.
 _STAGE_BEGINS = {
     "measuring heads": 0.0,
-    "writing records": 0.14,
-    "comparing maps": 0.24,
-    "training the projector": 0.25,
-    "measuring masks": 0.40,
-    "measuring unfamiliar texts": 0.64,
-    "checking the strangeness limit": 0.96,
+    "writing records": 0.19,
+    "comparing maps": 0.30,
+    "training the projector": 0.31,
+    "measuring masks": 0.38,
+    "measuring unfamiliar texts": 0.74,
+    "checking the strangeness limit": 0.94,
 }
 
 
