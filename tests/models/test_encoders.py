@@ -183,7 +183,8 @@ def test_a_weight_file_that_is_rewritten_changes_no_answer(tmp_path, name, label
         with path.open("r+b") as file:
             file.seek(8 + int.from_bytes(file.read(8), "little"))
             file.write(bytes(path.stat().st_size - file.tell()))
-        np.testing.assert_array_equal(prefill(engine, sequences).outputs, expected)
+        # Not to the last bit, because torch's sums may depend on where its memory begins.
+        np.testing.assert_allclose(prefill(engine, sequences).outputs, expected, atol=FLOAT32)
 
 
 @pytest.mark.skipif(not torch._C._has_mkldnn, reason="weights are not packed")
