@@ -17,23 +17,16 @@ from torch import nn
 
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.encoder import EncoderNames, Head, encoder
+from attncache_core.models.bert import BERT
+from attncache_core.models.encoder import Head, encoder
 from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
 from attncache_core.native.stack_layers import DistanceTerm
 
-DEBERTA = EncoderNames(
-    "attention.self.query_proj",
-    "attention.self.key_proj",
-    "attention.self.value_proj",
-    "attention.output.dense",
-    "attention.output.LayerNorm",
-    "intermediate.dense",
-    "output.dense",
-    "output.LayerNorm",
-    "intermediate.intermediate_act_fn",
+DEBERTA = BERT._replace(
+    query="attention.self.query_proj", key="attention.self.key_proj", value="attention.self.value_proj"
 )
 
 

@@ -252,7 +252,7 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     if named and named != config.num_labels:
         raise UnsupportedModel(
             f"id2label in config.json of model {checkpoint.name} names {named} classes, and the model has "
-            f"{config.num_labels}; name all of them, or remove id2label and label2id",
+            f"{config.num_labels}; name all of them, or give num_labels without id2label and label2id",
             field="model",
         )
     # An unused head or pooler is harmless, but an unexpected weight in a layer means another architecture.

@@ -15,22 +15,19 @@ import torch
 
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.encoder import EncoderNames, dense_head, encoder
+from attncache_core.models.bert import BERT
+from attncache_core.models.encoder import dense_head, encoder
 from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
 
-MPNET = EncoderNames(
-    "attention.attn.q",
-    "attention.attn.k",
-    "attention.attn.v",
-    "attention.attn.o",
-    "attention.LayerNorm",
-    "intermediate.dense",
-    "output.dense",
-    "output.LayerNorm",
-    "intermediate.intermediate_act_fn",
+MPNET = BERT._replace(
+    query="attention.attn.q",
+    key="attention.attn.k",
+    value="attention.attn.v",
+    output="attention.attn.o",
+    attention_norm="attention.LayerNorm",
 )
 
 # MPNet's own code has these numbers, whatever config.json says.

@@ -56,7 +56,7 @@ def calibrate_segments(
 
 
 def _require_writable(output: Path, kept: Path) -> None:
-    """Raise InvalidInput unless the gate, and the file of what was measured, are missing or written by us."""
+    """Raise InvalidInput unless the gate, and the file of what was measured, are missing or of calibrate."""
     for path in (output, kept):
         require_writable(path, "--output")
     foreign = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,25 +88,27 @@ def require_writable(path: Path, option: str) -> None:
 
     Its folder must exist, and no other option may name it, alone or as FILE:column.
     """
+    field = option.lstrip("-")
     if not path.parent.is_dir():
-        raise InvalidInput(
-            f"the folder of {option} {path} does not exist; make it first", field=option.lstrip("-")
-        )
+        raise InvalidInput(f"the folder of {option} {path} does not exist; make it first", field=field)
     if path.is_dir():
-        raise InvalidInput(f"{option} {path} is a folder; name a file", field=option.lstrip("-"))
+        raise InvalidInput(f"{option} {path} is a folder; name a file", field=field)
+    for other, named in _named_paths():
+        if other != option and path.exists() and named.exists() and path.samefile(named):
+            raise InvalidInput(
+                f"{option} would overwrite {path}, which {other} names; choose another file", field=field
+            )
+
+
+def _named_paths() -> Iterator[tuple[str, Path]]:
+    """Yield what may be a path among the options of the running command: (option, path)."""
     context = click.get_current_context()
     for parameter in context.command.params:
         given = context.params.get(parameter.name or "")
         for name in given if isinstance(given, tuple) else (given,):
-            if not isinstance(name, str | Path) or option in parameter.opts:
-                continue
-            for other in (Path(name), Path(str(name).rpartition(":")[0])):
-                if path.exists() and other.exists() and path.samefile(other):
-                    raise InvalidInput(
-                        f"{option} would overwrite {path}, which {parameter.opts[0]} names; choose another "
-                        "file",
-                        field=option.lstrip("-"),
-                    )
+            if isinstance(name, str | Path):
+                yield parameter.opts[0], Path(name)
+                yield parameter.opts[0], Path(str(name).rpartition(":")[0])  # of FILE:column
 
 
 def require_writable_reports() -> None:

@@ -180,10 +180,11 @@ def _require_writable(output: Path, classifier: Path | None) -> None:
         raise InvalidInput(f"--output {output} must end in .toml", field="output")
     require_writable(output, "--output")
     written = output.with_suffix(".classifier")
-    if written.exists() and (not output.exists() or (classifier and written.samefile(classifier))):
+    is_given = classifier is not None and classifier.resolve() == written.resolve()
+    if written.exists() and (is_given or not output.exists()):
         raise InvalidInput(
-            f"--output {output} would write the classifier of the chosen way to {written}, which exists and "
-            "was not written by tune; choose another name",
+            f"--output {output} would write the classifier of the chosen way to {written}, which exists; "
+            "choose another name for --output",
             field="output",
         )
     if output.exists() and not output.read_bytes().startswith(f"# {WRITTEN_BY}".encode()):
@@ -246,7 +247,7 @@ def _show_failure(name: str, reason: str) -> None:
 def _settings(report: TuneReport, options: dict[str, Any], output: Path) -> dict[str, object]:
     """Return the settings of `serve` that run the chosen way. Saves the classifier of a variant.
 
-    given: the operator's options by name. Paths become absolute, because `serve` may run in another folder.
+    options: of the operator, by name. Paths become absolute, because `serve` may run in another folder.
     """
     way = report.chosen.way if report.chosen else Way(dtype="float32")
     values = {name: value for name, value in options.items() if value != Settings.model_fields[name].default}

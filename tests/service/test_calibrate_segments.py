@@ -39,6 +39,9 @@ def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     assert [measured.ratio for measured in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
     assert "under load" in shown
     assert str(output) in shown
+    # Its own file may be replaced, also one of another version.
+    output.write_text(json.dumps(json.loads(output.read_text()) | {"format": 0}))
+    succeeded(calibrate(folder, "--segments", prompts, "--output", output, *budget))
     how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}
     settings = read_settings({**how, "blend": str(output)})
     engine = load_engine(settings, checkpoint_of(settings))
