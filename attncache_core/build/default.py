@@ -6,11 +6,10 @@ from pathlib import Path
 
 from attncache_core.build.builder import build_database
 from attncache_core.calibration.calibrate import Progress
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Checkpoint, Device, Dtype
 from attncache_core.corpus import default_corpus
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.default import default_database_folder
-from attncache_core.runtime.devices import Device, Dtype
 
 # The stages of a build, and which share of a default build's time is over when each one begins.
 _STAGE_BEGINS = {

@@ -31,6 +31,9 @@ Task = Literal["embed", "classify", "label-logits"]
 Activation = Literal["sigmoid", "identity"]
 # The names of torch.nn classes; heads/embedding.py has the functions.
 DenseActivation = Literal["GELU", "Identity", "ReLU", "SiLU", "Sigmoid", "Tanh"]
+# What computes, and in which format of numbers: runtime/devices.py has both.
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 # Files from which a tokenizer can be made. The model's family decides which of them are used.

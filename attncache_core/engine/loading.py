@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Checkpoint, Dtype
 from attncache_core.engine.blending import SWITCHED_OFF
 from attncache_core.errors import DatabaseRefused
 from attncache_core.models import PackedModel, load_model
@@ -16,7 +16,7 @@ from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_k
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.strategy import ReuseStrategy
-from attncache_core.runtime.devices import Dtype, resolve_dtype
+from attncache_core.runtime.devices import resolve_dtype
 from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.text.tokenizer import TextTokenizer
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.checkpoints.checkpoint import Activation, Checkpoint
+from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Device, Dtype
 from attncache_core.checkpoints.template import Text
 from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
@@ -45,7 +45,7 @@ from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.strategy import ReuseStrategy
-from attncache_core.runtime.devices import Device, Dtype, resolve_device
+from attncache_core.runtime.devices import resolve_device
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.limits import require_list

@@ -10,14 +10,13 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import ClassVar
 
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Checkpoint, Dtype
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.comparison import FULL, Method
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.runtime.devices import Dtype
 from attncache_core.text.labels import LabelTokens
 
 ATTNCACHE = "attncache"

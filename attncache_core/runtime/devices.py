@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from attncache_core.errors import InvalidInput
 from attncache_core.runtime.processor import processor_name
 
-Dtype = Literal["auto", "bfloat16", "float32"]
-Device = Literal["cpu", "cuda"]
-
 CPU = torch.device("cpu")
 
 
-def resolve_device(name: Device) -> torch.device:
-    """Return the torch device of this name. Raises InvalidInput if torch finds no CUDA device for "cuda"."""
+def resolve_device(name: str) -> torch.device:
+    """Return the torch device of this name, cpu or cuda.
+
+    Raises InvalidInput for another name, and if torch finds no CUDA device for "cuda".
+    """
+    if name not in {"cpu", "cuda"}:
+        raise InvalidInput("device must be cpu or cuda", field="device")
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
             "device: torch finds no CUDA device here; install a CUDA build of torch, or choose cpu",
@@ -25,7 +25,7 @@ def resolve_device(name: Device) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the torch dtype of this name.
 
     "auto" is bfloat16 if the device multiplies bfloat16 faster than float32, otherwise float32. Raises

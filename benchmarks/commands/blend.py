@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine
-from attncache_core.runtime.devices import Dtype
+from attncache_core.checkpoints.checkpoint import Dtype
 from benchmarks.commands.evaluate_blend import ratios_of
 from benchmarks.measuring import blend as bench
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second

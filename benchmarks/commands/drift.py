@@ -11,8 +11,8 @@ import click
 import numpy as np
 
 from attncache_core import BuildOptions, Checkpoint, PrefillEngine
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts
-from attncache_core.runtime.devices import Dtype
 from benchmarks.measuring.drift import (
     MIN_MORE_SAVED,
     Arm,

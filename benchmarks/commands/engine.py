@@ -12,7 +12,8 @@ import click
 import torch
 
 from attncache_core import InvalidInput, Quantization, find_variant
-from attncache_core.runtime.devices import Device, resolve_device
+from attncache_core.checkpoints.checkpoint import Device
+from attncache_core.runtime.devices import resolve_device
 from attncache_core.runtime.threads import available_processors
 from benchmarks.measuring import engine as bench
 from benchmarks.measuring.breakdown import Breakdown, break_down

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_labelled, spread
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.kv.opening import KeyValueOptions
-from attncache_core.runtime.devices import Dtype
 from benchmarks.papers.blend_cases import (
     Case,
     Labelled,

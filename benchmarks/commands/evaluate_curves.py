@@ -22,11 +22,11 @@ from attncache_core.calibration.database import unrecorded
 from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.trial import full_outputs
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import FULL, compare
 from attncache_core.evaluation.tasks import AgreementTask
 from attncache_core.heads.comparator import Measure
-from attncache_core.runtime.devices import Dtype
 from benchmarks.papers.curves import measure_curves
 from benchmarks.papers.methods import PaperMethods, Preset
 from benchmarks.plots import PaperPlots

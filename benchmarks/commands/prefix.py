@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts
-from attncache_core.runtime.devices import Dtype
 from benchmarks.commands.blend import DISK_BYTES, folder_option, memory_bytes_option
 from benchmarks.commands.engine import report_absent
 from benchmarks.measuring import prefix as bench

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from attncache_core import Checkpoint, PrefillEngine
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.reuse.kv.eviction import EVICTION
-from attncache_core.runtime.devices import Dtype
 from attncache_core.runtime.threads import available_processors
 from benchmarks.commands.blend import folder_option
 from benchmarks.measuring import sessions as bench

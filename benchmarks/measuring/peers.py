@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, Quantization
+from attncache_core.checkpoints.checkpoint import Device
 from attncache_core.corpus import default_corpus
 from attncache_core.reuse.maps.map_reuse import MapReuse
-from attncache_core.runtime.devices import Device
 from attncache_core.text.tokenizer import TextTokenizer
 from benchmarks.measuring.synthetic import write_database
 from benchmarks.papers.mapped import MapsSideBySide

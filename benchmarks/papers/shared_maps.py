@@ -21,14 +21,13 @@ import torch
 
 from attncache_core import native
 from attncache_core.calibration.substitution import token_passes, traced_forward
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Checkpoint, Dtype
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer, PackedModel, model_shape
 from attncache_core.models.attention import apply_maps
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy
-from attncache_core.runtime.devices import Dtype
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import Group, TokenBatch, pack
 

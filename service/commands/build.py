@@ -22,9 +22,9 @@ from service.commands.options import (
     engine_options,
     exclude_option,
     kept_indices,
-    removed_option,
 )
 from service.commands.progress import shown_progress
+from service.commands.settings_options import removed_option
 
 _defaults = BuildOptions()
 

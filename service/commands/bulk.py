@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from attncache_core import Checkpoint, InvalidInput, LinearClassifier, PrefillEngine
-from attncache_core.runtime.devices import Device, Dtype
+from attncache_core.checkpoints.checkpoint import Device, Dtype
 from service.bulk.cluster import ray_workers
 from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output

@@ -26,12 +26,12 @@ from attncache_core import (
     fit_classifier,
 )
 from attncache_core.calibration.trial import full_outputs
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
-from attncache_core.runtime.devices import Dtype
 from attncache_core.text.labels import LabelTokens
 from service.commands.options import (
     drop_options,

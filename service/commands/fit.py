@@ -8,10 +8,10 @@ import click
 import numpy as np
 
 from attncache_core import Checkpoint, InvalidInput, NotFinite, PrefillEngine, fit_classifier
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.corpus.tables import FORMATS
 from attncache_core.heads.classifier import require_labels
-from attncache_core.runtime.devices import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
 

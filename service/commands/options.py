@@ -10,24 +10,13 @@ from typing import Any, get_args
 import click
 
 from attncache_core import DEFAULT_MODEL, Checkpoint, PrefillEngine, Quantization
-from attncache_core.checkpoints.checkpoint import PoolingMode
+from attncache_core.checkpoints.checkpoint import Device, Dtype, PoolingMode
 from attncache_core.corpus.reading import read_texts
-from attncache_core.runtime.devices import Device, Dtype
 from service.loading.checkpoints import OF_CHECKPOINTS, chosen_checkpoint
 from service.settings import Settings, option_name
 from service.settings.model import ChosenTask
 
 Command = Callable[..., None]
-
-
-def removed_option(name: str, remedy: str) -> click.Option:
-    """Return a hidden option that refuses every use in one line. remedy: what to use instead."""
-
-    def refuse(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"{name} was removed; {remedy}")
-
-    return click.Option([name], hidden=True, expose_value=False, callback=refuse)
 
 
 def exclude_option(command: Command) -> Command:

@@ -9,9 +9,9 @@ import click
 import numpy as np
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine, default_corpus
+from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.evaluation.importance import measure_importance
-from attncache_core.runtime.devices import Dtype
 from service.commands.options import json_option, template_option, whole_model_options
 from service.commands.progress import shown_progress
 from service.commands.report import (

@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from service.commands.options import removed_option
 from service.settings import (
     CONFIG_VARIABLE,
     GROUPS,
@@ -74,6 +73,16 @@ class _Option(click.Option):
 
     def resolve_envvar_value(self, ctx: click.Context) -> None:  # noqa: ARG002
         return None
+
+
+def removed_option(name: str, remedy: str) -> click.Option:
+    """Return a hidden option that refuses every use in one line. remedy: what to use instead."""
+
+    def refuse(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name} was removed; {remedy}")
+
+    return click.Option([name], hidden=True, expose_value=False, callback=refuse)
 
 
 def _removed_settings_options() -> list[click.Parameter]:

@@ -11,12 +11,12 @@ import click
 
 from attncache_core import Checkpoint, InvalidInput, LinearClassifier, Quantization
 from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE
+from attncache_core.checkpoints.checkpoint import Device, Dtype
 from attncache_core.corpus.reading import read_texts, read_texts_with_labels
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
 from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
-from attncache_core.runtime.devices import Device, Dtype
 from service.commands.build import min_text_cosine_option
 from service.commands.options import (
     device_option,

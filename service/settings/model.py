@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from attncache_core import DEFAULT_MODEL, Quantization
-from attncache_core.checkpoints.checkpoint import PoolingMode
-from attncache_core.runtime.devices import Device, Dtype
+from attncache_core.checkpoints.checkpoint import Device, Dtype, PoolingMode
 from service.settings.names import Group, refused
 
 ChosenTask = Literal["label-logits"]

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from attncache_core.checkpoints.description import DEFAULT_MODEL, find_checkpoint
 from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
-from service.commands import serve as serve_command
+from service.commands import serving
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_server_runs_the_revision_of_its_environment_variable_and_reports_it(mon
         infos.extend(engine.info() for engine in load(settings, 0))
         sys.exit(0)
 
-    monkeypatch.setattr(serve_command, "serve_with_workers", serve)
+    monkeypatch.setattr(serving, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_REVISION", "v1")
     succeeded(run("serve", "--model", "acme/hidden-encoder", "--no-reuse", "--port", "0"))
     assert (infos[0].revision, infos[0].commit) == ("v1", EARLIER)

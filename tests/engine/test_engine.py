@@ -187,12 +187,12 @@ def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
     monkeypatch.setattr(devices, "processor_name", lambda: name)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx)
-    assert resolve_dtype("auto") is expected
-    assert resolve_dtype("float32") is torch.float32
-    assert resolve_dtype("bfloat16") is torch.bfloat16
+    assert resolve_dtype("auto", devices.CPU) is expected
+    assert resolve_dtype("float32", devices.CPU) is torch.float32
+    assert resolve_dtype("bfloat16", devices.CPU) is torch.bfloat16
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("threads", 0)])
+@pytest.mark.parametrize(("field", "value"), [("device", "tpu"), ("dtype", "int8"), ("threads", 0)])
 def test_option_of_loading_that_is_not_accepted_is_refused(tiny_checkpoint, field, value):
     with pytest.raises(InvalidInput, match=f"{field} must be") as refused:
         PrefillEngine.load(tiny_checkpoint, **{field: value})

@@ -29,8 +29,8 @@ import service
 from attncache_core import BuildOptions, ModelNotFound, build_database, default_corpus
 from attncache_core.build import default
 from service.cli import main as attncache
-from service.commands.serve import configure_logging
 from service.loading import rebuild
+from service.observability.logs import configure_logging
 from service.settings import Settings
 from service.web.listeners import open_listeners
 from service.workers.supervisor import serve_with_workers

@@ -1,14 +1,18 @@
-"""A server loads no evaluation, no code of models, and nothing of a cluster that it was not asked to use."""
+"""What `serve` imports: no torch for its options; no evaluation, code of models or clusters for a server."""
 
 import subprocess
 import sys
 
-# For a fresh interpreter: loads the engine as the server does, without serving, and then `evaluate`.
+# For a fresh interpreter: loads the options of `serve`, then the engine without serving, then `evaluate`.
 PROGRAM = """
 import contextlib
 import sys
 from service.cli import main
-from service.commands import serve
+
+main.commands["serve"]
+print("torch" in sys.modules)
+
+from service.commands import serving
 
 def load_only(settings, load_engines, listeners):
     for listener in listeners:
@@ -23,7 +27,7 @@ def show_loaded():
     unneeded = (*of_evaluation, *of_models, "service.shared", "valkey", "obstore", "ray.")
     print([name for name in sys.modules if name.startswith(unneeded)])
 
-serve.serve_with_workers = load_only
+serving.serve_with_workers = load_only
 with contextlib.suppress(SystemExit):
     main(sys.argv[1:], standalone_mode=False)
 show_loaded()
@@ -38,7 +42,8 @@ def test_server_imports_no_evaluation(tiny_checkpoint, tiny_database):
         *("--dtype", "float32", "--min-gain", "0", "--verify-rate", "0"),
     ]
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    server, evaluation = subprocess.check_output(command, text=True, timeout=120).splitlines()
+    options, server, evaluation = subprocess.check_output(command, text=True, timeout=120).splitlines()
+    assert options == "False"
     assert server == "[]"
     # Shows that the check finds modules.
     assert "service.commands.evaluation" in evaluation

@@ -18,7 +18,7 @@ from attncache_core import (
 )
 from attncache_core.evaluation.importance import measure_importance
 from benchmarks.measuring.worker import Worker
-from service.commands import serve as serve_command
+from service.commands import serving
 from service.loading.engines import load_engine
 from service.settings import read_settings
 
@@ -105,7 +105,7 @@ def test_server_runs_the_model_it_is_told_with_its_database(
         engines.append(next(load(settings, 0)))
         sys.exit(0)
 
-    monkeypatch.setattr(serve_command, "serve_with_workers", serve)
+    monkeypatch.setattr(serving, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")
     options = ("--drop-attention", "1", "--database", built[0], "--min-gain", "0", "--port", "0")
     succeeded(run("serve", *model_arguments(tiny_checkpoint), *options))

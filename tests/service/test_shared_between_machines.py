@@ -24,7 +24,7 @@ from valkeys import running_valkey
 
 from attncache_core.checkpoints.description import read_checkpoint
 from service.access.quotas import Quotas, QuotaUse
-from service.commands.serve import _check_shared
+from service.commands.serving import _check_shared
 from service.conversations.conversation import History
 from service.conversations.sessions import Sessions
 from service.errors import InvalidSettings, QuotaExceeded, SharedUnavailable

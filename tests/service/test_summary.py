@@ -10,7 +10,7 @@ from command_line import model_arguments, run, succeeded
 from attncache_core import AttentionDatabase, KeyValueOptions, PrefillEngine, native, require_gain
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.reuse.maps.gain import Gain, MeasuredGain
-from service.commands import serve
+from service.commands import serving
 from service.loading.summary import slowness, summary
 from service.settings import read_settings
 
@@ -106,7 +106,7 @@ def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(
         next(load(settings, 0))
         sys.exit(0)
 
-    monkeypatch.setattr(serve, "serve_with_workers", load_only)
+    monkeypatch.setattr(serving, "serve_with_workers", load_only)
     monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
     succeeded(run("serve", "--port", "0", "--no-maps", *model_arguments(tiny_checkpoint)))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

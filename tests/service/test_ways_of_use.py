@@ -16,7 +16,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.storage.layout import MapForm
-from service.commands import serve
+from service.commands import serving
 
 WRITTEN = 'This "{}" means:'
 pytestmark = pytest.mark.usefixtures("fixed_costs", "few_steps")
@@ -193,6 +193,6 @@ def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
         loaded.extend(engine.checkpoint for engine in load(settings, 0))
         sys.exit(0)
 
-    monkeypatch.setattr(serve, "serve_with_workers", load_only)
+    monkeypatch.setattr(serving, "serve_with_workers", load_only)
     assert run("serve", *options(folder), "--port", "0").exit_code == 0
     assert (loaded[0].template, loaded[0].pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)

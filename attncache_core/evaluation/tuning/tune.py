@@ -28,7 +28,7 @@ from attncache_core import native
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.quality import texts_needed
 from attncache_core.calibration.trial import full_outputs
-from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
+from attncache_core.checkpoints.checkpoint import Checkpoint, Device, Dtype, Quantization
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import AttnCacheError, InvalidInput, NotFinite
@@ -44,7 +44,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.policy import Budget
-from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
+from attncache_core.runtime.devices import resolve_device, resolve_dtype
 from attncache_core.runtime.memory import tensor_bytes
 from attncache_core.runtime.processor import processor_name
 from attncache_core.version import __version__
