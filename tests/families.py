@@ -44,6 +44,7 @@ from transformers import (
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models.deepseek_moe import DeepseekConfig
+from attncache_core.native import products
 
 SIZES = {
     "vocab_size": len(VOCABULARY),
@@ -69,6 +70,15 @@ class Case:
     def made(self) -> PreTrainedConfig:
         """Make the configuration."""
         return self.config(**SIZES | self.changes)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled stack has all layers of the model."""
+        config = self.made()
+        latent = hasattr(config, "kv_lora_rank")
+        caps = config.model_type == "gemma2" and config.attn_logit_softcapping is not None
+        routed = self.experts or config.model_type == "deepseek"
+        return not (routed or latent or caps) and products.library() is not None
 
 
 @dataclass
@@ -336,3 +346,18 @@ ENCODERS = {
     ),
 }
 CASES = ENCODERS | DECODERS
+
+# Together they have every kind of layer, and all tests of families run with each. Of the other cases, only
+# exactness is tested: in full, and behind stored keys and values.
+FULL = (
+    "bert",
+    "modernbert-biased-mean",
+    "deberta-positions-to-content",
+    "llama-one-key-tied-wide-heads",
+    "qwen3-biased-windows-yarn",
+    "gemma2",
+    "mixtral-window",
+    "deepseek-v3-query-latent-interleaved-yarn",
+)
+# One case of each family.
+FAMILIES = tuple({case.config: name for name, case in CASES.items()}.values())

@@ -25,7 +25,7 @@ from core_models import (
     write_model,
     write_sentence_transformer,
 )
-from families import CASES, write_family
+from families import CASES, FULL, write_family
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,8 +102,8 @@ def test_exactly_the_texts_with_a_damaged_word_are_not_finite(
     assert alone.finite.all()
 
 
-@pytest.mark.parametrize("family", sorted(CASES))
-def test_every_family_reports_a_damaged_word(tmp_path, family):
+@pytest.mark.parametrize("family", FULL)
+def test_every_kind_of_layer_reports_a_damaged_word(tmp_path, family):
     case = CASES[family]
     write_family(tmp_path, case.made(), saved_as=case.saved_as)
     words = {"?": np.nan, ":": np.inf, ".": -np.inf}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import attention_by, layers_output, random_sequences
-from families import CASES, write_family
+from families import CASES, FULL, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import pooled_by
@@ -27,8 +27,6 @@ DEBERTAS = [name for name in CASES if name.startswith("deberta")]
 FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", *DEBERTAS]
 LONGEST = 300
 MODES = [("lasttoken",), ("mean",), ("weightedmean", "cls"), ("max", "mean_sqrt_len_tokens")]
-# Parts that only the layers have: experts, latent attention, capped scores.
-NOT_COMPILED = ("deepseek", "mixtral", "qwen2-moe", "qwen3-moe")
 FLOAT32 = 1e-4
 # Where sums in another order change one level of a row, results differ by steps of levels.
 LEVELS, MEDIAN_OF_LEVELS = 1.0, 2e-2
@@ -70,17 +68,15 @@ def test_the_stack_computes_what_the_layers_compute_one_by_one(model, lengths, s
     assert off.median() <= (MEDIAN_OF_LEVELS if quantization else FLOAT32)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", sorted({*FULL, *FAMILIES}))
 def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
     case = CASES[name]
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
-    has_caps = name == "gemma2"
-    expected = not case.experts and not has_caps and not name.startswith(NOT_COMPILED)
     projects = "embedding_size" in case.changes  # of DeBERTa, to the width of the layers
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(checkpoint, dtype)
-        assert (model.stack is not None) == expected
-        assert (model.compiled_outputs is not None) == (expected and not projects)
+        assert (model.stack is not None) == case.compiled
+        assert (model.compiled_outputs is not None) == (case.compiled and not projects)
 
 
 @settings(max_examples=10)

@@ -20,7 +20,7 @@ from core_models import (
     random_sequences,
 )
 from core_reference import rounded
-from families import CASES, HEADS, SIZES, Family
+from families import CASES, FULL, HEADS, SIZES, Family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import pooled_by
@@ -102,20 +102,6 @@ class LoadedFamily(Family):
         return self.loaded[key]
 
 
-# Together they have every kind of layer, and all tests run with each. Of the other cases, only exactness is
-# tested: in full, and behind stored keys and values.
-FULL = (
-    "bert",
-    "modernbert-biased-mean",
-    "deberta-positions-to-content",
-    "llama-one-key-tied-wide-heads",
-    "qwen3-biased-windows-yarn",
-    "gemma2",
-    "mixtral-window",
-    "deepseek-v3-query-latent-interleaved-yarn",
-)
-
-
 def family_of(request, tmp_path_factory):
     return LoadedFamily(CASES[request.param], tmp_path_factory.mktemp(request.param))
 
@@ -180,6 +166,7 @@ def assert_near(found, expected, tolerance):
 @given(lengths=any_lengths)
 @example([80, 1, 17, 3, 17])
 def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(any_family, computing, lengths):
+    assert (any_family.model().stack is not None) == any_family.case.compiled
     skip_what_kernel_computes(any_family.model(), computing)
     sequences = random_sequences(lengths, seed=len(lengths))
     with attention_by(computing):
