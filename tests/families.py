@@ -213,7 +213,9 @@ DECODERS = {
     "llama-both-ways": decoder(LlamaConfig, GROUPED | {"is_causal": False}),
     "mistral": decoder(MistralConfig, GROUPED | {"sliding_window": None}),
     "mistral-window-narrow-heads": decoder(MistralConfig, GROUPED | {"sliding_window": 4, "head_dim": 6}),
-    "mistral-window-both-ways": decoder(MistralConfig, GROUPED | {"sliding_window": 3, "is_causal": False}),
+    "mistral-window-both-ways-more-heads-than-numbers": decoder(
+        MistralConfig, GROUPED | {"sliding_window": 3, "is_causal": False, "hidden_size": 3, "head_dim": 8}
+    ),
     "qwen2": decoder(Qwen2Config, GROUPED),
     "qwen2-tied-windows-from-layer-1": decoder(
         Qwen2Config,
@@ -246,6 +248,9 @@ DECODERS = {
     ),
     "gemma3": decoder(Gemma3TextConfig, GEMMA3),
     "gemma3-both-ways": decoder(Gemma3TextConfig, GEMMA3 | {"use_bidirectional_attention": True}),
+    "gemma3-not-causal": decoder(
+        Gemma3TextConfig, GEMMA3 | {"use_bidirectional_attention": True, "is_causal": False}
+    ),
     "mixtral": decoder(
         MixtralConfig, GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
@@ -282,7 +287,7 @@ DECODERS = {
         experts=True,
     ),
     "deepseek-v3": decoder(
-        DeepseekV3Config, LATENT | GROUPS | {"rope_interleave": False, "norm_topk_prob": False}, experts=True
+        DeepseekV3Config, LATENT | GROUPS | {"rope_interleave": None, "norm_topk_prob": False}, experts=True
     ),
     "deepseek-v3-query-latent-interleaved-yarn": decoder(
         DeepseekV3Config,

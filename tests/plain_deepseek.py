@@ -103,14 +103,14 @@ class PlainDeepseek:
         old = {"rope_theta": self.config.get("rope_theta"), **(self.config.get("rope_scaling") or {})}
         rotary = self.config.get("rope_parameters", old)
         half = x.shape[1] // 2
+        positions = torch.arange(len(x), dtype=torch.float64) / rotary.get("factor", 1.0)
         turned = torch.empty_like(x)
-        for position, row in enumerate(x):
-            for number in range(half):
-                scaled = position / rotary.get("factor", 1.0)
-                angle = scaled * rotary["rope_theta"] ** (-number / half)
-                cos, sin = math.cos(angle), math.sin(angle)
-                turned[position, number] = row[number] * cos - row[number + half] * sin
-                turned[position, number + half] = row[number + half] * cos + row[number] * sin
+        for number in range(half):
+            angles = positions * rotary["rope_theta"] ** (-number / half)
+            cos, sin = angles.cos().float(), angles.sin().float()
+            first, second = x[:, number], x[:, number + half]
+            turned[:, number] = first * cos - second * sin
+            turned[:, number + half] = second * cos + first * sin
         return turned
 
     def _sparse(self, layer: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from attncache_core.errors import readable
+from attncache_core.errors import UnsupportedModel, readable
 
 # transformers changes the default dtype of the whole process while it loads, and `loading` changes its
 # log level, so two loads at the same time would mix up their settings.
@@ -42,3 +42,14 @@ def declared(config: Any, name: str) -> Any:
     keys that the family's model never reads.
     """
     return getattr(config, name, None) if hasattr(type(config), name) else None
+
+
+def declared_cap(config: Any, name: str) -> float | None:
+    """Return a cap of scores or logits that the configuration's class declares; None if it has none.
+
+    Raises UnsupportedModel if the cap is not positive.
+    """
+    cap: float | None = declared(config, name)
+    if cap is not None and not cap > 0:
+        raise UnsupportedModel(f"{name} in config.json is {cap}, and must be positive", field="model")
+    return cap

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.checkpoints.hugging_face import declared_cap
 from attncache_core.native.products import PackedMatrix, packed_products
 from attncache_core.runtime.threads import compiled_threads
 
@@ -77,4 +77,4 @@ class LanguageHead:
 def language_head(model: Any, norm: nn.Module) -> LanguageHead | None:
     """Return the language head of a Hugging Face decoder; None if the decoder was loaded without one."""
     linear = model.get_output_embeddings()
-    return linear and LanguageHead(norm, linear, declared(model.config, "final_logit_softcapping"))
+    return linear and LanguageHead(norm, linear, declared_cap(model.config, "final_logit_softcapping"))

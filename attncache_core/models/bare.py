@@ -147,7 +147,7 @@ def _modules(family: _Family, config: Any, *, has_head: bool) -> BareEncoder:
     hidden, heads, names = config.hidden_size, config.num_attention_heads, family.names
     if hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of the {heads} attention heads")
-    inner = declared(config, "intermediate_size") or config.hidden_dim  # DistilBERT's name
+    inner = config.hidden_dim if config.model_type == "distilbert" else config.intermediate_size
     epsilon = 1e-12 if config.model_type == "distilbert" else config.layer_norm_eps
     rows = {"word": config.vocab_size, "position": config.max_position_embeddings}
     if family.has_types:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.checkpoints.hugging_face import declared, declared_cap
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.language import language_head
 from attncache_core.heads.pooling import Pooler
@@ -42,7 +42,7 @@ def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
     """Pack a decoder checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = getattr(model, "model", model)
     config = base.config
-    rotary = LayerRotary(base.rotary_emb, config)
+    rotary = LayerRotary(base.rotary_emb, config, base.layers[0].self_attn.head_dim)
 
     def projections(attend: Any, number: int, heads: LayerHeads) -> Projections:
         return Projections(
@@ -76,7 +76,7 @@ def assemble_decoder(
     def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         attend, (norms, _) = module.self_attn, _norms(module)
         # Gemma 3 has this field too, and transformers does not read it.
-        cap = attend.attn_logit_softcapping if config.model_type == "gemma2" else None
+        cap = declared_cap(config, "attn_logit_softcapping") if config.model_type == "gemma2" else None
         return AttentionLayer(
             heads.order,
             heads.reused,
@@ -84,7 +84,7 @@ def assemble_decoder(
             output_projection(LinearWeights.from_module(attend.o_proj), heads),
             norms,
             layer_attention_mask(config, number, attend.scaling),
-            ScoreTerms(cap=cap) if cap else None,
+            None if cap is None else ScoreTerms(cap=cap),
         )
 
     embed, layers = build_layers(
@@ -163,7 +163,7 @@ def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMas
     """
     types = declared(config, "layer_types")
     window: int | None = declared(config, "sliding_window")
-    if types and types[number] != "sliding_attention":
+    if types and not _has_window(types[number], window):
         window = None
     if window is not None and window < 1:
         raise UnsupportedModel(
@@ -172,6 +172,8 @@ def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMas
     # In a window of w tokens, a token attends to itself and w - 1 others. The exception is is_causal = False
     # below: there transformers uses w others on each side.
     last = None if window is None else window - 1
+    if not getattr(config, "is_causal", True):
+        return AttentionMask(scale, before=window, after=window)
     if getattr(config, "use_bidirectional_attention", False):
         if config.model_type != "gemma3_text":
             raise UnsupportedModel(
@@ -180,6 +182,21 @@ def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMas
                 field="model",
             )
         return AttentionMask(scale, before=last, after=last)
-    if not getattr(config, "is_causal", True):
-        return AttentionMask(scale, before=window, after=window)
     return AttentionMask(scale, before=last, after=0)
+
+
+def _has_window(layer_type: str, window: int | None) -> bool:
+    """Return whether a layer of this type has a sliding window.
+
+    Raises UnsupportedModel for other types than full_attention and sliding_attention, and if the latter has
+    no window.
+    """
+    if layer_type == "sliding_attention" and window is not None:
+        return True
+    if layer_type == "full_attention":
+        return False
+    raise UnsupportedModel(
+        f"layer_types in config.json has {layer_type!r}, and sliding_window is {window}; served are "
+        "full_attention, and sliding_attention with a window",
+        field="model",
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.decoder import assemble_decoder
 from attncache_core.models.layer import Dropped
@@ -26,6 +26,9 @@ from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projection, joined_linear
 from attncache_core.models.rotary import LayerRotary, Rotary
+
+# How DeepSeek-V2 chooses the experts of a token: topk_method in config.json.
+_ROUTINGS = ("greedy", "group_limited_greedy")
 
 
 class LatentProjections:
@@ -160,9 +163,14 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) ->
     """Pack a DeepSeek-V2 or V3 checkpoint; see decoder.decoder."""
     base = getattr(model, "model", model)
     config = base.config
-    rotary = LayerRotary(_real_angles(base.rotary_emb), config)
+    if config.model_type == "deepseek_v2" and config.topk_method not in _ROUTINGS:
+        raise UnsupportedModel(
+            f"topk_method in config.json is {config.topk_method!r}; served are: {', '.join(_ROUTINGS)}",
+            field="model",
+        )
+    rotary = LayerRotary(base.rotary_emb, config, config.qk_rope_head_dim)
     rotary_dims = torch.arange(config.qk_rope_head_dim)
-    if declared(config, "rope_interleave") is not False:
+    if config.model_type == "deepseek_v2" or config.rope_interleave:
         # In this layout adjacent dimensions form a pair, and V2 has no other layout. `rotate` pairs
         # dimension i with i + r/2, so the first of each pair come before the second of each pair.
         rotary_dims = torch.cat([rotary_dims[0::2], rotary_dims[1::2]])
@@ -171,15 +179,3 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) ->
         return LatentProjections(attend, heads, rotary[number], rotary_dims)
 
     return assemble_decoder(model, heads, projections, pool)
-
-
-def _real_angles(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return cos and sin of a rotary module that may return complex numbers instead."""
-
-    def angles(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = module(x, positions)
-        if isinstance(found, torch.Tensor):
-            found = (found.real.repeat(1, 1, 2), found.imag.repeat(1, 1, 2))
-        return found
-
-    return angles

@@ -41,7 +41,7 @@ from attncache_core.models.projections import (
     head_rows,
 )
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.runtime.memory import release_mapped_weights
+from attncache_core.runtime.memory import mapped_weights
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
@@ -257,9 +257,10 @@ def build_layers(
     that its original weights are freed.
     """
     built: list[AttentionLayer] = []
+    release = mapped_weights()
     for number, heads in enumerate(layers):
         # The previous layer is packed by now, so the pages of its weight file are no longer needed.
-        release_mapped_weights()
+        release()
         module = modules.pop(0)
         if heads is Dropped.BLOCK:
             continue

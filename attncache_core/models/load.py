@@ -161,10 +161,10 @@ def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], An
             import_module("attncache_core.models.deepseek_moe")
         config = AutoConfig.from_pretrained(checkpoint.folder)
     heads = config.num_attention_heads
-    if not 1 <= heads <= config.hidden_size:
+    if heads < 1 or (heads > config.hidden_size and getattr(config, "head_dim", None) is None):
         raise UnsupportedModel(
             f"config.json of model {checkpoint.name} says num_attention_heads {heads}, which must be "
-            "between 1 and hidden_size",
+            "at least 1, and without head_dim at most hidden_size",
             field="model",
         )
     if config.num_hidden_layers < 1:
@@ -247,6 +247,12 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
+        )
+    if empty := [name for name, weight in model.named_parameters() if not weight.numel()]:
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} gives the weight {empty[0]} a width of 0, which is not "
+            "served",
+            field="model",
         )
     named = len(checkpoint.classes) if checkpoint.task == "classify" else 0
     if named and named != config.num_labels:

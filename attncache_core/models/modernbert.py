@@ -30,7 +30,7 @@ from attncache_core.models.rotary import LayerRotary
 def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a ModernBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base, config = model.base_model, model.config
-    rotary = LayerRotary(base.rotary_emb, config)
+    rotary = LayerRotary(base.rotary_emb, config, base.layers[0].attn.head_dim)
 
     def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         is_local = config.layer_types[number] == "sliding_attention"

@@ -10,9 +10,11 @@ instead of halves becomes this layout if the rows of Q and K are permuted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from attncache_core import native
 from attncache_core.errors import UnsupportedModel
@@ -21,7 +23,8 @@ from attncache_core.runtime.devices import CPU
 # positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _FIRST_TABLE = 512  # positions
-# Other types scale the angles by the longest sequence of a batch, so a text's maps would depend on the batch.
+# `dynamic` and `longrope` scale the angles by the longest sequence of a batch, so a text's maps would depend
+# on the batch.
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -74,10 +77,10 @@ class Rotary:
 class LayerRotary:
     """The rotary positions of all layers of a model; layers of one type share a table."""
 
-    def __init__(self, module: Callable[..., Any], config: Any) -> None:
+    def __init__(self, module: nn.Module, config: Any, width: int) -> None:
         """module: called with (x, positions) or (x, positions, layer type), for angles on the device of x.
 
-        Raises UnsupportedModel if the angles depend on the batch.
+        width: of what is rotated of each head. Raises UnsupportedModel if the angles depend on the batch.
         """
         self._types: list[str] = getattr(config, "layer_types", None) or []
         # Some models have one set of angles for layers with a window and another for the other layers.
@@ -86,20 +89,36 @@ class LayerRotary:
         for angles in parameters.values() if self._by_type else [parameters]:
             if angles["rope_type"] not in _ROTARY_TYPES:
                 raise UnsupportedModel(
-                    f"rotary positions of the type {angles['rope_type']!r} (rope_type in config.json) depend "
-                    "on the longest text of a batch and are not served; served are: "
-                    f"{', '.join(_ROTARY_TYPES)}",
+                    f"rotary positions of the type {angles['rope_type']!r} (rope_type in config.json) are "
+                    f"not served; served are: {', '.join(_ROTARY_TYPES)}",
                     field="model",
                 )
-        self._module = module
-        self._rotaries: dict[str, Rotary] = {}
+        self._module, self._width = module, width
+        self._rotaries: dict[tuple[str, ...], Rotary] = {}
 
     def __getitem__(self, number: int) -> Rotary:
-        """Return the rotation of layer `number`."""
+        """Return the rotation of layer `number`.
+
+        Raises UnsupportedModel if config.json gives the angles another width than what is rotated.
+        """
         arguments = (self._types[number],) if self._by_type else ()
-        return self._rotaries.setdefault(
-            "".join(arguments),
-            Rotary(
-                lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
-            ),
-        )
+        if arguments not in self._rotaries:
+            angles = partial(self._angles, arguments)
+            cos, _ = angles(torch.zeros(1, 1, dtype=torch.long, device=next(self._module.buffers()).device))
+            if cos.shape[-1] != self._width:
+                raise UnsupportedModel(
+                    f"rotary positions have {cos.shape[-1]} dimensions, and rotate {self._width} of a head: "
+                    "head_dim or partial_rotary_factor in config.json does not fit the weights",
+                    field="model",
+                )
+            self._rotaries[arguments] = Rotary(angles)
+        return self._rotaries[arguments]
+
+    def _angles(
+        self, arguments: tuple[str, ...], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._module(torch.empty(0, device=positions.device), positions, *arguments)
+        if isinstance(found, torch.Tensor):  # complex, [1, L, r/2]
+            return found.real.repeat(1, 1, 2), found.imag.repeat(1, 1, 2)
+        cos, sin = found
+        return cos, sin

@@ -18,6 +18,7 @@ from attncache_core.checkpoints.template import Template, Text, characters_of
 from attncache_core.text.limits import too_long, too_many
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.segments import Segmented
+from attncache_core.text.tokenizer import TextTokenizer
 from service.batching.left_cut import cut_left
 from service.errors import rename
 from service.schemas import Side
@@ -141,7 +142,8 @@ class Texts:
 class TokenSequences:
     """Sequences of token ids, computed as they are: without a prompt, and without further special tokens.
 
-    truncate: cut a sequence that is too long, at the side `cut`.
+    truncate: cut a sequence that is too long, at the side `cut`, but not the special tokens at its ends: an
+    embedding may be read there.
     """
 
     sequences: Sequence[list[int]]
@@ -161,7 +163,7 @@ class TokenSequences:
     def tokenize(
         self,
         engine: PrefillEngine,
-        prompt: Prompt,  # noqa: ARG002
+        prompt: Prompt,
         salt: bytes | None,
         max_total_tokens: int,
     ) -> Iterator[Tokenized]:
@@ -173,7 +175,7 @@ class TokenSequences:
         part: list[list[int]] = []
         part_tokens = tokens = 0
         for index in range(self.count):
-            ids = self._cut(index, engine.tokenizer.max_tokens, vocabulary)
+            ids = self._cut(index, engine.tokenizer, prompt, vocabulary)
             tokens += len(ids)
             if tokens > max_total_tokens:
                 raise too_many(tokens, max_total_tokens, "inputs")
@@ -184,8 +186,8 @@ class TokenSequences:
             part_tokens += len(ids)
         yield Tokenized(part, salt)
 
-    def _cut(self, index: int, maximum: int, vocabulary: int) -> list[int]:
-        ids = self.sequences[index]
+    def _cut(self, index: int, tokenizer: TextTokenizer, prompt: Prompt, vocabulary: int) -> list[int]:
+        ids, maximum = self.sequences[index], tokenizer.max_tokens
         if max(ids) >= vocabulary:
             raise InvalidInput(
                 f"inputs[{index}] has a number that is no token id of this model, whose ids are 0 to "
@@ -196,7 +198,15 @@ class TokenSequences:
             return ids
         if not self.truncate:
             raise too_long(maximum, index)
-        return ids[:maximum] if self.cut == "right" else ids[-maximum:]
+        frame = tokenizer.frame(prompt)
+        start = len(frame.before) if ids[: len(frame.before)] == frame.before else 0
+        stop = len(ids) - len(frame.after)
+        if ids[stop:] != frame.after:
+            stop = len(ids)
+        surplus = slice(stop - (len(ids) - maximum), stop)
+        if self.cut == "left":
+            surplus = slice(start, start + (len(ids) - maximum))
+        return [*ids[: surplus.start], *ids[surplus.stop :]]
 
 
 def source_of(inputs: list[str] | list[list[int]], truncate: bool, cut: Side) -> Source:

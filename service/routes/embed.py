@@ -48,7 +48,10 @@ def embedding_server(call: Call) -> Serving:
     """Return the parts that serve this request. Raises NoEmbedding, and as Call.serving."""
     serving = call.serving()
     if serving.engine.checkpoint.task == "classify":
-        raise NoEmbedding("the served model is a classifier and has no embeddings; use /classify")
+        kind, route = "classifier", "/classify"
+        if len(serving.engine.checkpoint.classes) == 1:
+            kind, route = "reranker", "/rerank"
+        raise NoEmbedding(f"the served model is a {kind} and has no embeddings; use {route}")
     if serving.engine.checkpoint.task == "label-logits":
         raise NoEmbedding(
             "the server scores labels and has no embeddings; use /classify, or start it without --task"

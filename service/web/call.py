@@ -359,7 +359,10 @@ def number(text: str) -> float:
 def _require_small(size: int, maximum: int) -> None:
     """Raise BodyTooLarge if a body has more than `maximum` bytes."""
     if size > maximum:
-        raise BodyTooLarge(f"the body must have at most {maximum} bytes; send fewer texts per request")
+        raise BodyTooLarge(
+            f"the body must have at most {maximum} bytes; send fewer or shorter texts per request, or start "
+            "the server with a larger --max-body-bytes"
+        )
 
 
 def _where(error: ErrorDetails) -> str:

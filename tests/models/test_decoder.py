@@ -1,5 +1,6 @@
 """Decoders: settings that are refused, warnings and memory; and class scores, of encoders too."""
 
+import json
 import logging
 from dataclasses import replace
 
@@ -74,6 +75,61 @@ def test_angles_that_depend_on_the_batch_are_refused(tmp_path, kind, scaling):
     with pytest.raises(UnsupportedModel, match=f"type '{kind}' .*served are: default, linear") as caught:
         load_model(checkpoint, torch.float32)
     assert caught.value.field == "model"
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "llama",
+            {"rope_parameters": LINEAR | {"partial_rotary_factor": 2.0}},
+            "16 dimensions, and rotate 8",
+        ),
+        ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "4 dimensions, and rotate 8"),
+        ("modernbert-local-global", {"head_dim": 16}, "head_dim or partial_rotary_factor"),
+        ("deepseek-v3", {"head_dim": 16}, "16 dimensions, and rotate 4 of a head"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "'noaux_tc'; served are: greedy, group_limited_greedy"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types .*full_attention, and sliding"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping .* must be positive"),
+        (
+            "gemma2",
+            {"final_logit_softcapping": -1.0},
+            "final_logit_softcapping .* must be positive",
+        ),
+    ],
+)
+def test_settings_that_transformers_cannot_run_or_that_give_no_answers_are_refused(
+    tmp_path, name, changes, words
+):
+    case = CASES[name]
+    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    checkpoint = replace(read_checkpoint(folder), task="label-logits" if "final" in words else "embed")
+    with pytest.raises(UnsupportedModel, match=words) as refused:
+        load_model(checkpoint, torch.float32)
+    assert refused.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek-v3", {"n_shared_experts": 0}),
+        ("qwen2-moe-dense-layer", {"shared_expert_intermediate_size": 0}),
+        ("bert", {"intermediate_size": 0}),
+    ],
+)
+def test_networks_without_width_are_refused(tmp_path, name, changes):
+    case = CASES[name]
+    folder = write_family(
+        tmp_path, replace(case, changes=case.changes | changes).made(), saved_as=case.saved_as
+    )
+    with pytest.raises(UnsupportedModel, match=r"gives the weight .* a width of 0"):
+        load_model(read_checkpoint(folder), torch.float32)
 
 
 @pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])

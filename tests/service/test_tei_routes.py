@@ -272,7 +272,7 @@ BAD = {
         ({"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
         ({"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),
         ({"query": "a", "texts": ["a"], "model": "another"}, "model is not the model of this server"),
-        ({"query": "a", "texts": ["a"] * 1024}, "texts must have at most 1023 texts"),
+        ({"query": "a", "texts": ["a"] * 1025}, "texts must have at most 1024 texts"),
     ],
     "/predict": [
         ({"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair"),
@@ -297,7 +297,6 @@ BAD = {
     ],
     "/": [
         ({"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
-        ({"inputs": "a", "parameters": {}}, "the server has no labels of its own; use /classify"),
         ({"inputs": "a", "parameters": {"top_k": 1}}, "the server has no labels of its own; use /classify"),
         ({"inputs": "a", "parameters": {"Sesam": 1}}, "to embed, send its fields beside inputs"),
         ({"inputs": "a", "parameters": "Sesam"}, "to embed, send its fields beside inputs"),
@@ -385,6 +384,9 @@ async def test_root_answers_as_the_route_for_the_body_and_the_model_does():
     }
     async with serving() as client:
         chunks = await client.post("/", json={"segments": ["a", "b"], "query": "c"})
+        empty = await client.post("/", json={"inputs": ["a", "b"], "normalize": False, "parameters": {}})
+        same = await client.post("/embed", json={"inputs": ["a", "b"], "normalize": False})
+        assert empty.json() == same.json()
         assert chunks.json()["error"].startswith(
             "segments are not accepted by this server: the engine is fake"
         )

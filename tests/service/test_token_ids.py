@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from core_models import write_sentence_transformer
+from core_models import SEP, write_sentence_transformer
 from fake_engine import FakeEngine, serving
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
@@ -36,20 +36,29 @@ async def test_token_ids_stand_in_no_template_and_get_no_special_tokens():
     assert refused.json()["error"]["field"] == "prompt_name"
 
 
-async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path):
+@pytest.mark.parametrize("direction", ["right", "left"])
+async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path, direction):
     folder = write_sentence_transformer(tmp_path / "tiny")
-    plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    [ids] = plain.tokenize(["where is my card"])
+    plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32", max_tokens=12)
+    texts = ["where is my card", "the bank is where my card was lost when I was at the bank ?"]
+    ids = PrefillEngine.load(read_checkpoint(folder), dtype="float32").tokenize(texts)
     in_template = read_checkpoint(folder).adapted(template=Template("my ", " ?"))
-    async with serving(PrefillEngine.load(in_template, dtype="float32")) as client:
-        found = (await client.post("/embed", json={"inputs": ids})).json()
-    np.testing.assert_allclose(found, plain.embed(["where is my card"]), atol=1e-6)
+    async with (
+        serving(PrefillEngine.load(in_template, dtype="float32", max_tokens=12)) as of_ids,
+        serving(plain) as of_texts,
+    ):
+        cut = {"truncate": True, "truncation_direction": direction}
+        found = (await of_ids.post("/embed", json={"inputs": ids, **cut})).json()
+        expected = (await of_texts.post("/embed", json={"inputs": texts, **cut})).json()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_long_sequences_are_cut_at_a_side_or_refused(engine):
     prompt, ids = bare_prompt(engine), list(range(5, 25))
     for cut, kept in (("right", ids[:12]), ("left", ids[-12:])):
         assert made(engine, TokenSequences([[7], ids], True, cut), prompt) == [[7], kept]
+    for cut, kept in (("right", [*ids[:11], SEP]), ("left", [*ids[-11:], SEP])):
+        assert made(engine, TokenSequences([[*ids, SEP]], True, cut), prompt) == [kept]
     with pytest.raises(InputTooLong) as caught:
         made(engine, TokenSequences([[7], ids], False), prompt)
     assert caught.value.field == "inputs[1]"

@@ -117,14 +117,14 @@ async def rerank(call: CurrentCall) -> Answer:
     maximum = serving.engine.tokenizer.max_tokens
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < maximum:
         raise InvalidInput(
-            f"max_tokens_per_doc must be at least {maximum}, the maximum of the model, to which query and "
-            "document are cut together; leave it out",
+            f"max_tokens_per_doc must be at least {maximum}, the maximum of the model, to which documents "
+            "are cut; leave it out",
             field="max_tokens_per_doc",
         )
     if field == "segments":
         found = await by_list(call, serving, body.query, documents, reuse, call.salt(body.cache_salt))
         return answer(_of_documents(found, documents, body, call), found.result, call)
-    check_count(documents, field, settings.max_request_inputs - 1)
+    check_count(documents, field, settings.max_request_inputs)
     question = Question(
         body.query,
         documents,

@@ -64,13 +64,18 @@ def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitabl
     if not isinstance(body, dict):
         body = {}
     parameters = body.get("parameters")
-    if isinstance(body.get("inputs"), dict):
+    inputs = body.get("inputs")
+    if isinstance(inputs, dict) and (not classes or "source_sentence" in inputs):
         return similarity
     if "query" in body and (classes or "segments" not in body):
         return rerank
     if isinstance(parameters, dict) and "candidate_labels" in parameters:
-        return partial(_zero_shot, alone=not isinstance(body.get("inputs"), list))
-    if classes or (parameters is not None and (engine.decisions.labels or _classify(parameters))):
+        return partial(_zero_shot, alone=not isinstance(inputs, list))
+    if classes or (parameters is not None and engine.decisions.labels):
+        return predict
+    if parameters == {}:
+        return partial(_embed, {name: value for name, value in body.items() if name != "parameters"})
+    if parameters is not None and _classify(parameters):
         return predict
     return embed if parameters is None else _refuse_parameters
 
@@ -78,6 +83,11 @@ def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitabl
 def _classify(parameters: object) -> bool:
     """Return whether parameters are what clients send to classify, and a server without labels refuses."""
     return isinstance(parameters, dict) and parameters.keys() <= PredictParameters.model_fields.keys()
+
+
+async def _embed(body: dict[str, object], call: Call) -> Answer:
+    call.content_read = orjson.dumps(body)
+    return await embed(call)
 
 
 async def _refuse_parameters(call: Call) -> NoReturn:  # noqa: ARG001

@@ -18,7 +18,7 @@ async def similarity(call: CurrentCall) -> Answer:
     serving, settings = embedding_server(call), call.state.settings
     reuse = call.reuse_requested()
     body = await call.read(SimilarityRequest)
-    check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs - 1)
+    check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs)
     parameters = body.parameters or SimilarityParameters()
     name = parameters.prompt_name
     prompt = None if name is None else serving.engine.tokenizer.named_prompt(name)
