@@ -138,7 +138,7 @@ rows = st.tuples(st.sampled_from([4, 7, 33]), st.lists(st.integers(-1, 5), min_s
 
 @pytest.mark.parametrize("computing", COMPUTING)
 @pytest.mark.parametrize("stored_heads", [ALL, SOME])
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.lists(rows, min_size=1, max_size=8))
 def test_each_layer_takes_the_maps_of_its_own_record(trained, tiny_reference, computing, stored_heads, asked):
     lengths, records = map(list, zip(*asked, strict=True))

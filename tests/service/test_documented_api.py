@@ -29,7 +29,7 @@ CHECKS = {
     # The document does not say which texts, ids and names fit the model.
     "positive_data_acceptance": {"enabled": False},
 }
-EXAMPLES = settings.default.max_examples // 20
+EXAMPLES = settings.default.max_examples // 40
 
 
 def embedder(request):
