@@ -21,7 +21,7 @@ from core_models import (
     random_text,
 )
 from core_reference import reference_logits
-from families import CASES, ENCODERS, SIZES, write_family
+from families import CASES, ENCODERS, FULL, SIZES, write_family
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -172,7 +172,7 @@ def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_pat
 
 @pytest.mark.parametrize("computing", ["stack", "operators"])
 @pytest.mark.parametrize("labels", [(), ("a", "b")], ids=["embed", "classify"])
-@pytest.mark.parametrize("name", [*ENCODERS, "llama", "qwen2-moe-dense-layer", "deepseek-v3"])
+@pytest.mark.parametrize("name", [*FULL, "distilbert-relu", "mpnet"])
 def test_a_weight_file_that_is_rewritten_changes_no_answer(tmp_path, name, labels, computing):
     checkpoint = read_checkpoint(write_family(tmp_path, CASES[name].made(), labels))
     sequences = random_sequences([3, 9, 12])
