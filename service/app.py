@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from attncache_core.version import __version__
 from service.routes import cache, explain, health, page
 from service.routes.classify import classify
-from service.routes.common import InferenceRoute
 from service.routes.embed import embed
+from service.routes.inference_route import InferenceRoute
 from service.routes.openai import models
 from service.routes.openai.classify import ClassificationRequest, Classifications, create_classifications
 from service.routes.openai.embeddings import create_embeddings

@@ -22,14 +22,8 @@ from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
-from service.routes.common import (
-    ERRORS,
-    check_count,
-    computed,
-    documented_body,
-    documented_parameter,
-    json_response,
-)
+from service.routes.common import check_count, computed, json_response
+from service.routes.inference_route import ERRORS, documented_body, documented_parameter
 from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
 from service.web.call import Call, Client, CurrentCall, number

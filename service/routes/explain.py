@@ -20,7 +20,8 @@ from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from attncache_core.heads.comparator import Measure
 from service.batching import sources
-from service.routes.common import ERRORS, computed, documented_body, json_response
+from service.routes.common import computed, json_response
+from service.routes.inference_route import ERRORS, documented_body
 from service.schemas import Body, Name, Text, Texts
 from service.state import Serving
 from service.web.call import CurrentCall

@@ -19,7 +19,7 @@ from attncache_core import PrefillEngine
 from attncache_core.engine.info import EngineInfo
 from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
-from service.routes.common import ERRORS
+from service.routes.inference_route import ERRORS
 from service.routes.openai.models import served_name
 from service.settings import Settings
 from service.upkeep.watchdog import Condition

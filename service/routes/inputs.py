@@ -14,7 +14,8 @@ from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History
 from service.conversations.sessions import Kept, Session, Sessions
 from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession
-from service.routes.common import SESSION_HEADER, check_count
+from service.routes.common import check_count
+from service.routes.inference_route import SESSION_HEADER
 from service.schemas import InferenceRequest
 from service.state import Serving
 from service.web.call import Answer, Call

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from attncache_core import PrefillResult
-from service.routes.common import ERRORS, Api
+from service.routes.inference_route import ERRORS, Api
 from service.schemas import Body, Dimensions, Name, TextsOrIds
 from service.settings import Settings
 

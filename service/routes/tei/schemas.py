@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from attncache_core.checkpoints.template import Text as TextOrPair
-from service.routes.common import ERRORS, Api
+from service.routes.inference_route import ERRORS, Api
 from service.schemas import (
     REFUSED,
     Body,
