@@ -12,6 +12,10 @@ A batch that nothing waits behind says little about the next ones: it is small, 
 only times count in which requests wait all the time. Tokens are counted as the queue counts them. So texts
 whose results are known, and guesses of tokens that are wrong, make the queue faster or slower by what they
 really cost.
+
+Refused requests are told different times: each one when the queue has room and has computed the requests that
+were refused before it. If all of a crowd came back at the same time, most of them would be refused again, and
+many clients give up after two tries.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from service.batching.fair_order import FairOrder
 from service.batching.pending_request import PendingRequest
@@ -30,6 +33,9 @@ from service.errors import QueueFull
 _ROUNDS = 15
 # The first batches of a process are slow.
 _MIN_ROUNDS = 3
+# The longest time that a request is told because of requests that were refused before it. Some never come
+# back, and a client that is refused once should not wait for all requests of another client that floods.
+_MAX_CROWD_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +79,44 @@ class DrainSpeed:
             self._began, self._tokens = now, 0
 
 
-class Admission(NamedTuple):
+@dataclass(slots=True)
+class Admission:
     """Decides on requests by the limits, the order of what waits, and how fast the queue is drained."""
 
     limits: Limits
     order: FairOrder[PendingRequest]
     speed: DrainSpeed
+    # When the requests that were refused so far will be computed, if they come back when they were told.
+    _refused_until: float = -math.inf
 
-    def require(self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int) -> None:
-        """Raise QueueFull unless a request is admitted beside the sequences and tokens that wait."""
-        self._require_room(request, waiting_sequences, waiting_tokens)
-        self._require_short_wait(request)
+    def require(
+        self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int, now: float
+    ) -> None:
+        """Raise QueueFull unless a request is admitted beside the sequences and tokens that wait.
+
+        now: seconds, of any clock that does not go back.
+        """
+        try:
+            self._require_room(request, waiting_sequences, waiting_tokens)
+            self._require_short_wait(request)
+        except _Full as full:
+            raise QueueFull(
+                f"{full}; send the request again after the seconds in Retry-After",
+                retry_after_seconds=self._retry_after(request, full.leaving, now),
+            ) from None
 
     def _require_room(self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int) -> None:
         more = waiting_sequences + request.count - self.limits.queue_sequences
         if more > 0:
             # Sequences of mean length must leave the queue.
             leaving = waiting_tokens * min(1.0, more / max(1, waiting_sequences))
-            raise self._full("too many texts are waiting", leaving)
+            raise _Full("too many texts are waiting", leaving)
         more = waiting_tokens + request.guessed_tokens - self.limits.queue_tokens
         if waiting_tokens and more > 0:
-            raise self._full("too many tokens are waiting", min(more, waiting_tokens))
+            raise _Full("too many tokens are waiting", min(more, waiting_tokens))
 
     def _require_short_wait(self, request: PendingRequest) -> None:
-        """Raise QueueFull if too many seconds of work come before a request.
+        """Raise _Full if too many seconds of work come before a request.
 
         What fits into a batch may always wait. Otherwise the engine could wait for requests that are refused.
         """
@@ -108,16 +128,28 @@ class Admission(NamedTuple):
             return
         ahead = self.order.ahead(request.flow, allowed)
         if (more := ahead - allowed) > 0:
-            raise self._full(
+            raise _Full(
                 f"about {ahead / speed:.1f} seconds of work come before this request, and "
                 f"--max-queue-seconds allows {seconds:g}",
                 more,
             )
 
-    def _full(self, reason: str, leaving: float) -> QueueFull:
-        """Return the error of a request that may be admitted when so many tokens have left the queue."""
-        seconds = math.ceil(leaving / self.speed.tokens_per_second) if self.speed.tokens_per_second else 1
-        return QueueFull(
-            f"{reason}; send the request again after the seconds in Retry-After",
-            retry_after_seconds=max(1, seconds),
-        )
+    def _retry_after(self, request: PendingRequest, leaving: float, now: float) -> int:
+        """Return the seconds after which a refused request is likely to be admitted, at least 1.
+
+        leaving: tokens that must leave the queue first.
+        """
+        speed = self.speed.tokens_per_second
+        if speed is None:
+            return 1
+        seconds = max(leaving / speed, min(self._refused_until - now, _MAX_CROWD_SECONDS))
+        self._refused_until = now + seconds + request.guessed_tokens / speed
+        return max(1, math.ceil(seconds))
+
+
+class _Full(Exception):
+    """A request is refused until so many tokens have left the queue."""
+
+    def __init__(self, reason: str, leaving: float) -> None:
+        super().__init__(reason)
+        self.leaving = leaving

@@ -94,7 +94,7 @@ class RequestQueue:
         request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
         count, tokens = request.count, request.guessed_tokens
         with self._lock:
-            self._admission.require(request, self.waiting_sequences, self.waiting_tokens)
+            self._admission.require(request, self.waiting_sequences, self.waiting_tokens, self._clock())
             self._enter(request, count, tokens)
             return self._start_threads(count)
 

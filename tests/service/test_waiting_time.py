@@ -1,7 +1,9 @@
 """Requests are refused at once if too much work comes before them, and only then."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import Future
+from heapq import heappop, heappush
 
 import numpy as np
 import pytest
@@ -177,6 +179,29 @@ def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room():
     with pytest.raises(QueueFull, match="too many tokens") as refused:
         tokens.add("b", "x" * 60)
     assert refused.value.retry_after_seconds == 60 / SPEED + 0.5  # rounded up
+
+
+def test_a_crowd_that_comes_back_when_it_is_told_is_admitted_at_the_second_try():
+    simulated, tries = measured_queue(max_seconds=5.0), Counter()
+    crowd = [(simulated.now, client) for client in range(16)]  # a second of work each
+    while crowd:
+        told, client = heappop(crowd)
+        simulated.run(told - simulated.now)
+        simulated.now = max(simulated.now, told)
+        tries[client] += 1
+        try:
+            simulated.add(client, "x" * 8)
+        except QueueFull as refused:
+            heappush(crowd, (simulated.now + refused.retry_after_seconds, client))
+    assert max(tries.values()) == 2
+
+
+def test_a_refused_client_is_not_told_to_wait_for_all_that_others_were_refused():
+    simulated = measured_queue(max_seconds=5.0)
+    for _ in range(100):
+        refused = simulated.flood("greedy", "x" * 8)
+    assert refused.retry_after_seconds == 20
+    assert simulated.flood("modest", "x" * 8).retry_after_seconds <= 20
 
 
 def test_nothing_is_refused_before_the_speed_is_known():
