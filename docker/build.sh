@@ -3,7 +3,7 @@
 #
 #   docker/build.sh [--platform linux/amd64|linux/arm64]    by default the platform of this machine
 #
-# PIP_ARGUMENTS is passed to pip, to name an index with CPU builds of torch. With buildah, no registry of images is
+# PIP_ARGUMENTS is passed to pip, to name an index with CPU builds of torch, which x86-64 needs. With buildah, no registry of images is
 # needed: debootstrap makes the base from Debian's packages, and pip of this machine downloads the wheels. For another
 # platform than this machine's, the kernel must run foreign programs, which Debian's package qemu-user-static arranges.
 set -eu
@@ -49,12 +49,16 @@ for tool in buildah debootstrap; do
         exit 1
     fi
 done
+if ! "${PYTHON:=python3}" -m pip --version >/dev/null 2>&1; then
+    echo "$PYTHON has no pip: install python3-pip, or set PYTHON=.venv/bin/python" >&2
+    exit 1
+fi
 if [ "$platform" != "$own" ] && [ ! -e "/proc/sys/fs/binfmt_misc/qemu-$machine" ]; then
     echo "this machine cannot run programs for $platform: install qemu-user-static, or build there" >&2
     exit 1
 fi
 
-: "${PYTHON:=python3}" "${STORAGE_DRIVER:=vfs}"
+: "${STORAGE_DRIVER:=vfs}"
 export STORAGE_DRIVER
 
 # pip needs each version of glibc by name, and takes wheels of all of them.
@@ -66,7 +70,8 @@ for lock in "requirements.$machine" build; do
     # shellcheck disable=SC2086 # PIP_ARGUMENTS and tags hold several arguments.
     "$PYTHON" -m pip download --quiet ${PIP_ARGUMENTS-} --dest wheels --python-version 3.11 $tags \
         --platform "manylinux2014_$machine" --require-hashes --no-deps --only-binary :all: \
-        --requirement "docker/$lock.lock"
+        --requirement "docker/$lock.lock" || fail "if pip found no torch+cpu: name an index with CPU builds of torch in" \
+        "PIP_ARGUMENTS (docs/deployment.md)"
 done
 
 base=$(buildah from scratch)

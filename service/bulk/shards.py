@@ -27,7 +27,7 @@ import orjson
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
-from service.bulk.formats import as_parquet, check_labels, holds_shard
+from service.bulk.formats import as_parquet, check_labels, holds_shard, pyarrow_parquet
 from service.bulk.rows import ParquetRows
 from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
@@ -146,8 +146,9 @@ def plan(inputs: Sequence[str], column: str, output: str | None = None) -> Itera
     inputs: URLs or paths of files and folders; a name may hold *. output: URL of a folder, whose files are
     left out, so it may be below an input. Before anything is returned, raises InvalidInput if an input has
     no file, if there is no row, or if the first file that can be read has no such column, and OSError if a
-    folder cannot be listed.
+    folder cannot be listed. Raises InvalidInput if pyarrow is not installed.
     """
+    pyarrow_parquet()
     left_out = None if output is None else joined(without_secrets(output), "")
     for given in inputs:
         next(_files_of(given, left_out))

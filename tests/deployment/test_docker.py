@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from entrance import Stub
+from raw_http import make_certificate
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = "8080"
@@ -137,6 +139,17 @@ def test_every_copied_file_passes_dockerignore():
     for source in copied:
         top, _, _ = source.replace("wheel[s]", "wheels").partition("/")
         assert f"!{source}" in rules or f"!{top}" in rules, source
+
+
+def test_healthcheck_asks_a_server_with_a_certificate_by_tls(tmp_path):
+    make_certificate(tmp_path, "own", address="DNS:attncache")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "own.pem", tmp_path / "own.key")
+    stub = Stub("127.0.0.1", tls=tls)
+    variables = {"ATTNCACHE_PORT": str(stub.port), "ATTNCACHE_TLS_CERT": "/run/secrets/tls.crt"}
+    done = subprocess.run([sys.executable, *healthcheck()[1:]], env={**os.environ, **variables}, timeout=30)
+    stub.close()
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("is_healthy", [True, False])

@@ -38,7 +38,8 @@ def machine_of(lock: str) -> str:
 
 def required(name: str) -> list[Requirement]:
     project = PROJECT["project"]
-    runtime = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
+    extras = project["optional-dependencies"]
+    runtime = [*project["dependencies"], *extras["otel"], *extras["cluster"]]
     listed = PROJECT["dependency-groups"]["image"] if name == BUILD else runtime
     return [Requirement(text) for text in listed]
 

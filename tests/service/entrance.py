@@ -77,7 +77,8 @@ class NameServer:
 class Stub:
     """A server that answers as it is told: (path, headers) -> status, headers, body."""
 
-    def __init__(self, host, port=0):
+    def __init__(self, host, port=0, tls=None):
+        """tls: the context of a server that speaks TLS."""
         self.requests = []  # (path, headers, body)
         self.answer = lambda *_: (200, {}, host)
         self.is_ready = True
@@ -107,6 +108,8 @@ class Stub:
 
         self._server = ThreadingHTTPServer((host, port), Handler)
         self._server.handle_error = lambda *_: None  # a connection that was reset
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.host, self.port = self._server.server_address
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 

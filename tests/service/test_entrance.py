@@ -1,5 +1,6 @@
 """docker/envoy.yaml, by real Envoys in front of servers that do what a test says."""
 
+import http.client
 import json
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 
+import httpx
 import pytest
 from entrance import DOCKER, NameServer, Stub, entrances, envoy_path, free_port, get, post
 from raw_http import wait_until
@@ -206,6 +208,26 @@ def test_body_that_is_too_large_is_refused_as_the_servers_refuse_it(cluster):
     refused = post(f"{entrance.url}/embed", content=largest + b" ", timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     assert count(stubs) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "code"),
+    [
+        (["GARBAGE"], 400, "malformed_request"),
+        (["GET /health HTTP/1.1"], 400, "malformed_request"),
+        (["GET /health HTTP/1.1", "Host: a", "Connection: Upgrade", "Upgrade: websocket"], 403, "forbidden"),
+        (["GET /health HTTP/1.1", "Host: a", f"X-A: {'a' * 70_000}"], 431, "headers_too_large"),
+    ],
+)
+def test_what_envoy_refuses_is_refused_in_json(cluster, lines, status, code):
+    entrance, *_ = cluster
+    url = httpx.URL(entrance.url)
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status
+        assert answer.headers["x-attncache-error"] == json.loads(answer.read())["error"]["code"] == code
 
 
 def test_servers_learn_the_address_of_the_client_and_nothing_that_the_client_invents(cluster):

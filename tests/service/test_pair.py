@@ -105,6 +105,10 @@ def test_services_are_what_the_proxy_and_the_settings_name():
     assert set(services) == {"embedder", "reranker", "proxy"}
     assert services["proxy"]["ports"] == ["8080:8080"]
     assert re.search(r"^        listen 8080;$", text, re.MULTILINE)
+    connections = re.search(r"worker_connections (\d+);", text)
+    assert connections
+    # Each request takes a connection of the client and one of a server.
+    assert int(connections[1]) >= 2 * len(upstreams) * Settings().max_connections
     source, target, mode = services["proxy"]["volumes"][0].split(":")
     assert (FOLDER / source).is_file()
     assert (target, mode) == ("/etc/nginx/nginx.conf", "ro")
