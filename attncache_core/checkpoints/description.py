@@ -83,9 +83,15 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
             "merge the adapter into the weights with peft's merge_and_unload, and save the model",
             field="model",
         )
-    settings = _settings(transformer)
+    # Without modules, sentence-transformers reads none of the folder's settings.
+    settings = _settings(transformer) if modules else {}
     prompting = read_json(folder / "config_sentence_transformers.json", {})
-    prompts = prompting.get("prompts") or {}
+    prompts = {name: text or "" for name, text in (prompting.get("prompts") or {}).items()}
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise UnsupportedModel(
+            f"config_sentence_transformers.json of model folder {folder} has a prompt that is no string",
+            field="model",
+        )
     default_prompt = prompting.get("default_prompt_name")
     if default_prompt and default_prompt not in prompts:
         raise UnsupportedModel(
@@ -96,6 +102,13 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
     activation = _cross_encoder_activation(config, prompting)
     task: Task = "classify" if classifier and (activation or not modules) else "embed"
+    if activation and default_prompt and prompts[default_prompt]:
+        raise UnsupportedModel(
+            f"config_sentence_transformers.json of model folder {folder} has a default prompt "
+            "(default_prompt_name) for the queries of a cross-encoder, which is not served; remove the name, "
+            "and send the prompt with the query",
+            field="model",
+        )
     if "LogitScore" in modules:
         return _scoring_by_tokens(name, transformer, source, config)
     if task == "classify":
@@ -144,6 +157,8 @@ _PASSED_OPTIONS = {
     "config_kwargs": _OF_CONFIG,
     "config_args": _OF_CONFIG,
 }
+# Settings of calls of the tokenizer that change no result.
+_OF_CALLS = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors"}
 _TRANSFORMER_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
 
 
@@ -162,6 +177,15 @@ def _settings(folder: Path) -> dict[str, Any]:
                 f"them into config.json or tokenizer_config.json, and remove them from {name}",
                 field="model",
             )
+    processing = settings.get("processing_kwargs") or {}
+    of_calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}.keys() - _OF_CALLS
+    lengths = (key for key in ("query_length", "document_length", "query_expansion") if settings.get(key))
+    if refused := sorted([*of_calls, *lengths]):
+        raise UnsupportedModel(
+            f"settings in {name} of model folder {folder} are not supported: {', '.join(refused)}; remove "
+            "them, and write the length of the longest text into max_seq_length",
+            field="model",
+        )
     task = settings.get("transformer_task", "feature-extraction")
     if task not in _TRANSFORMER_TASKS:
         raise UnsupportedModel(
@@ -172,6 +196,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     tokenizing = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
     if limit := tokenizing.get("model_max_length"):
         settings["max_seq_length"] = limit
+    limit = settings.get("max_seq_length")
+    if limit is not None and not (type(limit) is int and limit >= 1):
+        raise UnsupportedModel(
+            f"max_seq_length in {name} of model folder {folder} must be a whole number, at least 1",
+            field="model",
+        )
     return settings
 
 

@@ -351,8 +351,10 @@ class PrefillEngine:
 
         prompt: None for the checkpoint's template. labels: the labels to score, if the prompt is the prompt
         of labels. reuse: let the sequences reuse what they can: stored keys and values of the same salt, and
-        attention maps if `may_reuse` allows it for the prompt. reads: as there.
+        attention maps if `may_reuse` allows it for the prompt. reads: as there. Raises InvalidInput as
+        `require_known` and `without_padding` do.
         """
+        self.require_known(sequences)
         prompt = prompt or self.tokenizer.default_prompt
         maps = reuse and self.may_reuse(prompt, labels, reads)
         return [
@@ -360,6 +362,21 @@ class PrefillEngine:
             for index, ids in enumerate(self.without_padding(sequences))
             for plan in [prompt.sequence_plan(index)]
         ]
+
+    def require_known(self, sequences: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Raise InvalidInput if a sequence has a token of the tokenizer that the model does not have.
+
+        first: the number of the first sequence, for errors.
+        """
+        if self.tokenizer.vocabulary <= self.vocabulary:
+            return
+        for number, ids in enumerate(sequences, first):
+            if max(ids, default=0) >= self.vocabulary:
+                raise InvalidInput(
+                    f"inputs[{number}] has a token of the tokenizer that the model does not have, whose ids "
+                    f"are 0 to {self.vocabulary - 1}; remove the token from the text",
+                    field=f"inputs[{number}]",
+                )
 
     def without_padding(self, sequences: Sequence[Sequence[int]], first: int = 0) -> Sequence[Sequence[int]]:
         """Return the tokens to compute of each sequence: all, unless the model is a decoder with classes.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from itertools import groupby, takewhile
-from typing import TypeVar, overload
+from itertools import chain, groupby, takewhile
+from typing import Literal, TypeVar, overload
 
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -36,7 +36,6 @@ from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, piec
 _NO_LIMIT = 10**9
 _Pair = tuple[str, str]
 # A sample text, for questions about a template whose answer does not depend on the text.
-_ANY_TEXT = "text"
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
 _DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
 # A text of fewer characters is tokenised faster than another thread gives the interpreter lock back.
@@ -72,6 +71,12 @@ class TextTokenizer:
                 "beginning",
                 field="model",
             )
+        if not (type(loaded.model_max_length) in (int, float) and loaded.model_max_length >= 1):
+            raise UnsupportedModel(
+                f"model_max_length in tokenizer_config.json of model {checkpoint.name} must be a number of "
+                "tokens, at least 1",
+                field="model",
+            )
         limits = [
             checkpoint.max_tokens or loaded.model_max_length,
             checkpoint.position_limit or _NO_LIMIT,
@@ -80,6 +85,7 @@ class TextTokenizer:
         self.max_tokens = int(min(limits))
         self._has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
+        self._special = frozenset(loaded.all_special_ids)
         if checkpoint.lowercase:
             # The tokenizer lowercases, because str.lower() would also change special tokens in a text.
             existing = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
@@ -87,6 +93,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
+        self._any_text = self._text_with_a_token()
         self.default_prompt = self.prompt(checkpoint.template)
         self._prefixes = checkpoint.prompts
 
@@ -209,7 +216,7 @@ class TextTokenizer:
                     surplus = len(ids) - room
                     if surplus > 0 and not truncate:
                         raise too_long(room, first + index)
-                    yield ids if surplus <= 0 else self._cut(template.parts(uncut[index]), surplus)
+                    yield ids if surplus <= 0 else self._cut(template.parts(uncut[index]), room, "right")[0]
             first += len(uncut)
 
     def _between_separators(
@@ -263,7 +270,7 @@ class TextTokenizer:
 
         Raises InvalidInput if the prompt leaves no room.
         """
-        template, sample = prompt.template, self._tokenizer.encode(_ANY_TEXT)
+        template, sample = prompt.template, self._tokenizer.encode(self._any_text)
         if template.is_for_pairs:
             raise InvalidInput("a template of pairs takes no conversation", field="template")
         of_text = [index for index, special in enumerate(sample.special_tokens_mask) if not special]
@@ -277,7 +284,7 @@ class TextTokenizer:
 
     def require_open_end(self) -> None:
         """Raise UnsupportedModel if the tokenizer ends every text with a special token, before any label."""
-        if self._tokenizer.encode(_ANY_TEXT).special_tokens_mask[-1]:
+        if self._tokenizer.encode(self._any_text).special_tokens_mask[-1]:
             raise UnsupportedModel(
                 "the tokenizer ends every text with a special token, so no label can follow a text",
                 field="model",
@@ -292,7 +299,7 @@ class TextTokenizer:
         tokens, or so many characters together with the template that they are refused before tokenisation.
         """
         # The template's prefix does not change the tokens of its suffix.
-        before = _ANY_TEXT + template.suffix
+        before = self._any_text + template.suffix
         require_short(len(before), self.max_tokens, "template")
         require_short_labels(labels, self.max_tokens)
         require_few_label_characters(len(before), labels)
@@ -344,29 +351,59 @@ class TextTokenizer:
     def _encoded(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
         """Yield the token ids of each text. The tokenizer gets a few texts at a time.
 
-        special: whether to add the special tokens that open and close a sequence.
+        special: whether to add the special tokens that open and close a sequence. Raises InvalidInput if
+        a text is not one.
         """
         for part in _parts(texts):
-            if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:
-                yield self._tokenizer.encode(part[0], add_special_tokens=special).ids  # keeps the lock
-                continue
-            for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=special):
+            try:
+                if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:  # keeps the lock
+                    encodings = [self._tokenizer.encode(part[0], add_special_tokens=special)]
+                else:
+                    encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=special)
+            except TypeError as error:
+                raise InvalidInput(
+                    "inputs must be strings of Unicode characters, without halves of surrogate pairs",
+                    field="inputs",
+                ) from error
+            for encoding in encodings:
                 yield encoding.ids
+
+    def _text_with_a_token(self) -> str:
+        """Raises UnsupportedModel if no text has a token."""
+        words = (self._tokenizer.decode([token]) for token in range(self.vocabulary))
+        for text in chain(["text"], words):
+            if self._tokenizer.encode(text, add_special_tokens=False).ids:
+                return text
+        raise UnsupportedModel("the tokenizer has no token for any text", field="model")
 
     @cached_property
     def _pair_layout(self) -> PairLayout:
         """The special tokens around a pair, and the types of its tokens."""
-        sample = self._tokenizer.encode(_ANY_TEXT, _ANY_TEXT)
+        sample = self._tokenizer.encode(self._any_text, self._any_text)
         types = sample.type_ids if self._has_types else [0] * len(sample.ids)
         return PairLayout.of(sample.ids, types, sample.sequence_ids)
 
-    def _cut(self, parts: tuple[str, str, str], surplus: int) -> list[int]:
-        """Return the tokens of three joined texts, without the last `surplus` tokens of the middle one.
+    def cut_at_beginning(self, text: str, prompt: Prompt, field: str) -> tuple[list[int], int]:
+        """Return the tokens of a text in a prompt, cut at the beginning of the text, and where the cut is.
 
-        Raises InvalidInput if the middle one has fewer than `surplus` tokens.
+        The prompt is not one of pairs, and its continuations are left out. The cut is the first character of
+        the text whose token is kept; 0 if nothing is cut. Raises InputTooLong, which names `field`, as
+        `turns` does, and InvalidInput if the prompt leaves no room.
+        """
+        require_few_characters_of_text(text, self.max_tokens, field)
+        room = self.max_tokens - max(len(plan.continuation) for plan in prompt.sequence_plans)
+        return self._cut(prompt.template.parts(text), room, "left")
+
+    def _cut(
+        self, parts: tuple[str, str, str], room: int, side: Literal["right", "left"]
+    ) -> tuple[list[int], int]:
+        """Return `room` tokens of three joined texts, by cutting the middle one, and where its rest begins.
+
+        Raises InvalidInput if the middle one has fewer tokens than are too many.
         """
         front, text, _ = parts
         encoding = self._tokenizer.encode("".join(parts))
+        surplus = max(0, len(encoding.ids) - room)
         first, end = len(front), len(front) + len(text)
         # A token that spans front and text counts as text; a token that spans text and end does not.
         of_text = [
@@ -378,16 +415,20 @@ class TextTokenizer:
         ]
         if surplus > len(of_text):
             raise no_room(self.max_tokens, "template")
-        cut = set(of_text[len(of_text) - surplus :])
-        return [token for index, token in enumerate(encoding.ids) if index not in cut]
+        cut = set(of_text[:surplus] if side == "left" else of_text[len(of_text) - surplus :])
+        kept = [token for index, token in enumerate(encoding.ids) if index not in cut]
+        if side == "right" or not surplus:
+            return kept, 0
+        return kept, len(text) if surplus == len(of_text) else encoding.offsets[of_text[surplus]][0] - first
 
     def _front_tokens(self, prefix: str) -> int:
         """Return the number of tokens of a prefix at the front of a sequence, including special tokens."""
         if not prefix:
             return 0
-        encoded = self._tokenizer.encode(prefix)
-        # A special token at the end closes the sequence and does not belong to the prefix.
-        return len(encoded.ids) - sum(encoded.special_tokens_mask[-1:])
+        ids = self._tokenizer.encode(prefix).ids
+        # A special token at the end closes the sequence and does not belong to the prefix. As in
+        # sentence-transformers, one that the prefix itself ends in is taken for it.
+        return len(ids) - (ids[-1] in self._special)
 
 
 Ids = TypeVar("Ids", bound=Sequence[int])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text
 from attncache_core.text.limits import max_characters, too_many
 from attncache_core.text.prompts import Prompt
-from attncache_core.text.tokenizer import continued
+from attncache_core.text.tokenizer import TextTokenizer, continued
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
 _CHARACTERS_PER_TOKEN = 16
-# A cut changes the tokens of the word that it cuts. Longer words have the same tokens nearly to their start.
+# The first characters decide how the template's prefix ends. Those behind a cut may have other tokens than in
+# the whole text, because a cut changes the tokens of the word that it cuts, and perhaps of the next words.
 _FIRST_CHARACTERS = 256
+_BORDER = re.compile(r"\s(?=\S)")
 
 
 def cut_left(
@@ -46,21 +49,24 @@ def _sequences(engine: PrefillEngine, text: str, prompt: Prompt, index: int) -> 
     try:
         return engine.tokenize([text], False, prompt)
     except InputTooLong:
-        frame = engine.tokenizer.frame(prompt)
-    last = _last_tokens(engine, text, frame.room, f"inputs[{index}]")
-    return continued([frame.around(last)], prompt.sequence_plans)
+        ids = _last_tokens(engine.tokenizer, text, prompt, f"inputs[{index}]")
+    return continued([ids], prompt.sequence_plans)
 
 
-def _last_tokens(engine: PrefillEngine, text: str, count: int, field: str) -> list[int]:
-    """Return the ids of the last tokens of a text, without tokenising more of the text than needed.
+def _last_tokens(tokenizer: TextTokenizer, text: str, prompt: Prompt, field: str) -> list[int]:
+    """Return the tokens of a text that is too long in its prompt, without tokenising more than needed.
 
     Raises InputTooLong if the text would have to be tokenised beyond `max_characters`.
     """
-    size = _CHARACTERS_PER_TOKEN * count
-    while size < min(len(text), max_characters(count)):
-        [pieces] = engine.tokenizer.pieces([text[-size:]], special=False)
-        if len(pieces) >= count and (pieces[-count].start or 0) >= _FIRST_CHARACTERS:
-            return [piece.id for piece in pieces[-count:]]
+    size, most = _CHARACTERS_PER_TOKEN * tokenizer.max_tokens, max_characters(tokenizer.max_tokens)
+    while size < min(len(text), most):
+        start = len(text) - size
+        # A long run, such as a number, may be divided from its own beginning on: words have borders.
+        border = _BORDER.search(text, start, start + size // 4)
+        if border or (4 * size >= most and len(text) > most):
+            ends = text[:_FIRST_CHARACTERS] + text[border.end() if border else start :]
+            ids, cut = tokenizer.cut_at_beginning(ends, prompt, field)
+            if cut >= 2 * _FIRST_CHARACTERS:
+                return ids
         size *= 4
-    [ids] = engine.tokenizer.turns([text], field)
-    return ids[-count:]
+    return tokenizer.cut_at_beginning(text, prompt, field)[0]

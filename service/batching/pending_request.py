@@ -216,6 +216,7 @@ class PendingRequest:
         if self._parts is None:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
+        engine.require_known(part.sequences, self.tokenized)
         part = part._replace(sequences=engine.without_padding(part.sequences, self.tokenized))
         sequences, plans = part.sequences, self.prompt.sequence_plans
         places = range(self.tokenized, self.tokenized + len(sequences))

@@ -13,7 +13,7 @@ from service.batching.segments import DividedTexts, Segments
 from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History
 from service.conversations.sessions import Kept, Session, Sessions
-from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession
+from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession, rename
 from service.routes.common import check_count
 from service.routes.inference_route import SESSION_HEADER
 from service.schemas import InferenceRequest
@@ -253,3 +253,7 @@ def _names(field: _Field) -> Iterator[None]:
             "session, or send a shorter transcript",
             field=field,
         ) from error
+    except InvalidInput as error:
+        if error.field == "inputs[0]":
+            rename(error, field)
+        raise

@@ -19,11 +19,12 @@ from attncache_core import (
     class_scores,
     normalize,
 )
+from attncache_core.checkpoints.template import Template
 from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
 from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.prompts import Prompt
-from service.batching.sources import Texts
+from service.batching.sources import Texts, bare_prompt
 from service.errors import rename
 from service.routes.common import computed, label_logits, named
 from service.routes.inputs import segments_of
@@ -171,6 +172,12 @@ async def _by_embedding(call: Call, serving: Serving, question: Question) -> Rel
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:
-    """Return the first prompt of these names that the model has; None: the default prompt."""
+    """Return the first prompt of these names that the model has; None: the template of the operator, if any.
+
+    As in sentence-transformers, a query or a document without a prompt of its own gets no default prompt.
+    """
     known = engine.checkpoint.prompts
-    return next((engine.tokenizer.named_prompt(name) for name in names if name in known), None)
+    if named := next((name for name in names if name in known), None):
+        return engine.tokenizer.named_prompt(named)
+    is_default = engine.tokenizer.default_prompt.template in map(Template, known.values())
+    return bare_prompt(engine) if is_default else None

@@ -17,6 +17,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
+from attncache_core.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture
@@ -126,6 +127,14 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
             "processor_kwargs .* not supported: truncation_side",
         ),
         ("sentence_bert_config.json", '{"transformer_task": "fill-mask"}', "transformer_task fill-mask"),
+        (
+            "sentence_bert_config.json",
+            '{"processing_kwargs": {"text": {"padding": true, "max_length": 8}}}',
+            "not supported: max_length; remove",
+        ),
+        ("sentence_bert_config.json", '{"query_length": 8}', "not supported: query_length"),
+        ("sentence_bert_config.json", '{"max_seq_length": "64"}', "max_seq_length .* a whole number"),
+        ("config_sentence_transformers.json", '{"prompts": {"a": 7}}', "a prompt that is no string"),
     ],
 )
 def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
@@ -145,6 +154,38 @@ def test_settings_are_read_under_the_names_of_sentence_transformers(copied, fami
     (copied / "sentence_bert_config.json").unlink()
     write_json(copied / f"sentence_{family}_config.json", settings)
     assert read_checkpoint(copied).max_tokens == SentenceTransformer(str(copied)).max_seq_length == 9
+
+
+def test_settings_of_a_folder_without_modules_are_not_read_as_in_sentence_transformers(tmp_path):
+    folder = write_model(tmp_path / "plain")
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 8, "do_lower_case": True})
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.max_tokens, checkpoint.lowercase) == (None, False)
+    assert SentenceTransformer(str(folder)).max_seq_length > 8
+
+
+def test_prompt_that_is_null_is_empty(tmp_path):
+    folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"document": None}})
+    assert read_checkpoint(folder).prompts == {"document": ""}
+
+
+def test_cross_encoder_with_a_prompt_for_queries_is_refused(tmp_path):
+    folder = write_model(tmp_path / "model", labels=["relevance"])
+    described = {"model_type": "CrossEncoder", "prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
+    write_json(folder / "config_sentence_transformers.json", described)
+    with pytest.raises(UnsupportedModel, match=r"default prompt .* of a cross-encoder"):
+        read_checkpoint(folder)
+    write_json(folder / "config_sentence_transformers.json", described | {"default_prompt_name": None})
+    assert read_checkpoint(folder).task == "classify"
+
+
+@pytest.mark.parametrize("limit", ["64", 0, -1, True])
+def test_limit_of_the_tokenizer_that_is_no_number_of_tokens_is_refused(tmp_path, limit):
+    folder = write_model(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer_config.json", settings | {"model_max_length": limit})
+    with pytest.raises(UnsupportedModel, match=r"model_max_length in tokenizer_config\.json"):
+        TextTokenizer(read_checkpoint(folder))
 
 
 class Trap:

@@ -172,6 +172,9 @@ class FakeEngine:
     def close(self):
         """Nothing waits to be saved."""
 
+    def require_known(self, sequences, first=0):
+        """The model has all tokens."""
+
     def without_padding(self, sequences, first=0):  # noqa: ARG002
         return sequences
 

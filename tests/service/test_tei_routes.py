@@ -6,9 +6,11 @@ from core_models import write_model, write_sentence_transformer
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, starting
 from pair_models import write_ms_marco_minilm, write_qwen3_reranker
 from queueing import full_queue
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from attncache_core import PrefillEngine, Template, class_scores, normalize
+from attncache_core import InvalidInput, PrefillEngine, Template, class_scores, normalize
 from attncache_core.checkpoints.description import read_checkpoint
 
 pytestmark = pytest.mark.anyio
@@ -374,6 +376,38 @@ async def test_full_queue_has_the_shape_of_tei():
             assert (full.status_code, is_tei_error(full)) == (429, True), path
             assert full.json()["error_type"] == "Overloaded"
             assert int(full.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("prompts", [{}, {"query": "my "}, {"document": "the "}])
+async def test_queries_and_documents_get_no_default_prompt_as_in_sentence_transformers(tmp_path, prompts):
+    described = {"prompts": {"ask": "where is ", **prompts}, "default_prompt_name": "ask"}
+    folder = write_sentence_transformer(tmp_path / "model", prompts=described)
+    theirs = SentenceTransformer(str(folder))
+    documents = ["my card ?", "the bank"]
+    expected = theirs.encode_document(documents) @ theirs.encode_query("the card")
+    async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
+        ranked = (await client.post("/rerank", json={"query": "the card", "texts": documents})).json()
+    scores = {entry["index"]: entry["score"] for entry in ranked}
+    np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-5)
+
+
+async def test_token_that_the_model_does_not_have_is_refused_with_its_text(tmp_path):
+    folder = write_sentence_transformer(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["[NEW]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    with pytest.raises(InvalidInput, match="whose ids are 0 to") as refused:
+        engine.embed(["my card", "where [NEW] is"])
+    assert refused.value.field == "inputs[1]"
+    async with serving(engine) as client:
+        for path, body, field in (
+            ("/embed", {"inputs": ["my card", "where [NEW] is"]}, "inputs[1]"),
+            ("/embed", {"session_id": "a", "transcript": ["my card", "[NEW]"]}, "transcript"),
+        ):
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (400, field)
+        assert (await client.post("/embed", json={"inputs": "my card"})).status_code == 200
 
 
 async def test_root_answers_as_the_route_for_the_body_and_the_model_does():

@@ -1,12 +1,26 @@
 """Token ids instead of texts, and texts that are cut at their beginning."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from core_models import SEP, write_sentence_transformer
+from core_models import SEP, write_json, write_sentence_transformer
 from fake_engine import FakeEngine, serving
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from published_tokenizers import (
+    CORPUS,
+    write_gemma_tokenizer,
+    write_modernbert_tokenizer,
+    write_qwen_tokenizer,
+    write_xlm_roberta_tokenizer,
+)
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.text.tokenizer import TextTokenizer
+from service.batching.left_cut import cut_left
 from service.batching.sources import Texts, TokenSequences, bare_prompt
 
 pytestmark = pytest.mark.anyio
@@ -90,6 +104,58 @@ def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine):
     assert same == plain
     [turn] = engine.tokenizer.turns([long])
     assert left[2:-2] == turn[-8:]
+
+
+def write_tokenizer_of_numbers(folder):
+    """Write a tokenizer that divides a number into threes from its beginning on, as Llama 3's does."""
+    words = ["?", *(f"{number:0{width}}" for width in (1, 2, 3) for number in range(10**width))]
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+TOKENIZERS = {
+    "qwen": write_qwen_tokenizer,
+    "gemma": write_gemma_tokenizer,
+    "modernbert": write_modernbert_tokenizer,
+    "xlm-roberta": lambda folder: write_xlm_roberta_tokenizer(folder, 512),
+    "numbers": write_tokenizer_of_numbers,
+}
+
+
+@pytest.fixture(params=TOKENIZERS, scope="module")
+def tokenizer(request, tmp_path_factory):
+    """The tokenizer of a model with sequences of 16 tokens."""
+    folder = write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "tokenizer_config.json").unlink()
+    TOKENIZERS[request.param](folder)
+    return TextTokenizer(read_checkpoint(folder), 16)
+
+
+@settings(max_examples=20)
+@given(
+    parts=st.lists(st.sampled_from([*CORPUS, " ", "?", "!?" * 20, "中文" * 10, "1234567"]), min_size=1),
+    times=st.integers(1, 60),
+    template=st.sampled_from([Template(), Template("a: ", "\nQuery:"), Template("", " ?")]),
+)
+@example(["1234567890"], 100, Template())
+@example(["where is it?"], 30, Template("", "\nQuery:"))
+def test_left_cut_keeps_the_last_tokens_of_the_whole_text_in_its_template(tokenizer, parts, times, template):
+    text, prompt = "".join(parts) * times, tokenizer.prompt(template)
+    engine = SimpleNamespace(
+        tokenizer=tokenizer,
+        tokenize=lambda texts, truncate, prompt: tokenizer.tokenize(texts, truncate=truncate, prompt=prompt),
+    )
+    [found] = cut_left(engine, [text], prompt, 10**6)
+    whole = tokenizer._tokenizer.encode(template.around(text))
+    of_front = len(template.prefix)
+    front = (
+        [token for token, (_, stop) in zip(whole.ids[:16], whole.offsets, strict=False) if stop <= of_front]
+        if len(whole.ids) > 16
+        else []
+    )
+    assert found == [*front, *whole.ids[max(0, len(whole.ids) - 16) + len(front) :]]
 
 
 def test_limit_of_a_request_is_named_also_if_a_later_part_exceeds_it(engine):

@@ -194,10 +194,11 @@ def test_decoders_embeddings_are_those_of_sentence_transformers_for_every_prompt
     tmp_path, mode, include_prompt
 ):
     folder = write_llama(tmp_path)
-    write_modules(folder, {"pooling_mode": mode, "include_prompt": include_prompt}, prompts=PROMPTS)
+    prompts = {**PROMPTS, "prompts": {**PROMPTS["prompts"], "closed": "the [SEP]"}}
+    write_modules(folder, {"pooling_mode": mode, "include_prompt": include_prompt}, prompts=prompts)
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     texts, published = some_texts(), SentenceTransformer(str(folder), device="cpu")
-    for name in ("ask", "find", "none", None):
+    for name in ("ask", "find", "none", "closed", None):
         expected = published.encode(texts, batch_size=1, prompt_name=name)
         np.testing.assert_allclose(engine.embed(texts, prompt_name=name), expected, atol=FLOAT32)
 

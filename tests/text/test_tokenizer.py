@@ -8,6 +8,7 @@ from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -195,3 +196,22 @@ def test_frame_without_room_for_a_text_is_refused(tmp_path):
     with pytest.raises(InvalidInput) as refused:
         tokenizer.frame(Prompt(Template("card", " card"), (plan,)))
     assert refused.value.field == "template"
+
+
+def test_half_of_a_surrogate_pair_is_refused_as_invalid_input(both):
+    ours, _ = both
+    with pytest.raises(InvalidInput, match="halves of surrogate pairs"):
+        ours.tokenize(["my card", "\ud800"], truncate=True)
+
+
+def test_tokenizer_that_has_no_token_for_the_word_text_has_frames_and_pairs(tmp_path):
+    folder = write_sentence_transformer(tmp_path)
+    letters = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "A": 2, "C": 3}, []))
+    letters.add_special_tokens(["[CLS]", "[SEP]"])
+    letters.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    letters.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokenizer = TextTokenizer(read_checkpoint(folder))
+    frame = tokenizer.frame(tokenizer.default_prompt)
+    assert (frame.before, frame.after) == ([0], [1])
+    assert list(tokenizer.tokenize([("AC", "C")], truncate=True)[0]) == [0, 2, 3, 1, 3, 1]
