@@ -41,12 +41,14 @@ from attncache_core.models.projections import (
     head_rows,
 )
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.runtime.memory import mapped_weights
+from attncache_core.runtime.memory import release_mapped_weights
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
 # Makes the input of the first layer, [tokens, hidden].
 Embed = Callable[[TokenBatch], torch.Tensor]
+# After so many bytes of packed weights, the pages of their file are released. A release reads all mappings.
+_RELEASED_BYTES = 2**25
 
 
 class Dropped(Enum):
@@ -257,11 +259,14 @@ def build_layers(
     that its original weights are freed.
     """
     built: list[AttentionLayer] = []
-    release = mapped_weights()
+    packed_bytes = 0
     for number, heads in enumerate(layers):
-        # The previous layer is packed by now, so the pages of its weight file are no longer needed.
-        release()
+        # The previous layers are packed by now, so the pages of their weight file are no longer needed.
+        if packed_bytes >= _RELEASED_BYTES:
+            release_mapped_weights()
+            packed_bytes = 0
         module = modules.pop(0)
+        packed_bytes += sum(weight.nbytes for weight in module.parameters())
         if heads is Dropped.BLOCK:
             continue
         half = feed_forward(module)

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,30 +34,23 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def mapped_weights() -> Callable[[], None]:
-    """Return a function that releases the memory of the weight files that are mapped now.
+def release_mapped_weights() -> None:
+    """Release the memory of mapped weight files. A page that is needed again is read from its file.
 
-    A page that is needed again is read from its file. A model's weights are mapped from their file and packed
-    layer by layer. If nothing was released between layers, file and packed weights would both count as memory
-    of the process until the last layer is packed. The function does nothing on systems other than Linux.
+    A model's weights are mapped from their file and packed layer by layer. Without this call, file and packed
+    weights would both count as memory of the process until the last layer is packed.
+    Does nothing on systems other than Linux.
     """
     try:
         mappings = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
-        mappings = []
-    ranges = [
-        [int(address, 16) for address in mapping.split()[0].split("-")]
-        for mapping in mappings
-        if mapping.endswith(".safetensors")
-    ]
+        return
     library = ctypes.CDLL(None)
-
-    def release() -> None:
-        for first, last in ranges:
+    for mapping in mappings:
+        if mapping.endswith(".safetensors"):
+            first, last = (int(address, 16) for address in mapping.split()[0].split("-"))
             # Unlike MADV_DONTNEED, MADV_PAGEOUT keeps changes if a page has been written to.
             library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_PAGEOUT)
-
-    return release
 
 
 def tensor_bytes() -> int:

@@ -35,7 +35,6 @@ from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, piec
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
 _Pair = tuple[str, str]
-# A sample text, for questions about a template whose answer does not depend on the text.
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
 _DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
 # A text of fewer characters is tokenised faster than another thread gives the interpreter lock back.
@@ -93,6 +92,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
+        # A sample, for questions about a template whose answer does not depend on the text.
         self._any_text = self._text_with_a_token()
         self.default_prompt = self.prompt(checkpoint.template)
         self._prefixes = checkpoint.prompts
@@ -369,7 +369,7 @@ class TextTokenizer:
                 yield encoding.ids
 
     def _text_with_a_token(self) -> str:
-        """Raises UnsupportedModel if no text has a token."""
+        """Return a text that has a token. Raises UnsupportedModel if there is none."""
         words = (self._tokenizer.decode([token]) for token in range(self.vocabulary))
         for text in chain(["text"], words):
             if self._tokenizer.encode(text, add_special_tokens=False).ids:

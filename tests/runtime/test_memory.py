@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.runtime import memory
-from attncache_core.runtime.memory import mapped_weights, tensor_bytes
+from attncache_core.runtime.memory import release_mapped_weights, tensor_bytes
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # The C library's numbers of the mallopt parameters.
@@ -90,7 +90,7 @@ def test_mapped_weights_are_released_and_read_again(tmp_path):
     weight = load_file(path)["weight"]
     assert float(weight.double().sum()) == sum(range(2**22))
     assert mapped_bytes(path) >= weight.nbytes
-    mapped_weights()()
+    release_mapped_weights()
     assert mapped_bytes(path) < weight.nbytes / 2
     assert float(weight.double().sum()) == sum(range(2**22))
 
