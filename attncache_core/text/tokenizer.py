@@ -92,6 +92,8 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
+        # The number of token ids: the highest id that a text can have, plus one.
+        self.vocabulary = max(self._tokenizer.get_vocab().values()) + 1
         # A sample, for questions about a template whose answer does not depend on the text.
         self._any_text = self._text_with_a_token()
         self.default_prompt = self.prompt(checkpoint.template)
@@ -318,11 +320,6 @@ class TextTokenizer:
             tokens += len(continuations[-1])
             require_few_label_tokens(tokens)
         return continuations
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """The number of token ids: the highest id that a text can have, plus one."""
-        return max(self._tokenizer.get_vocab().values()) + 1
 
     def pieces(self, texts: Sequence[str], *, special: bool = True) -> list[list[Piece]]:
         """Return the tokens of each text with the characters that they stand for, without a template.
