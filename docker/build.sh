@@ -3,9 +3,10 @@
 #
 #   docker/build.sh [--platform linux/amd64|linux/arm64]    by default the platform of this machine
 #
-# PIP_ARGUMENTS is passed to pip, to name an index with CPU builds of torch, which x86-64 needs. With buildah, no registry of images is
-# needed: debootstrap makes the base from Debian's packages, and pip of this machine downloads the wheels. For another
-# platform than this machine's, the kernel must run foreign programs, which Debian's package qemu-user-static arranges.
+# PIP_ARGUMENTS is passed to pip, to name an index with CPU builds of torch, which x86-64 needs. With buildah, no
+# registry of images is needed: debootstrap makes the base from Debian's packages, and pip of this machine downloads the
+# wheels. For another platform than this machine's, the kernel must run foreign programs, which Debian's package
+# qemu-user-static arranges.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -112,6 +112,7 @@ class Checkpoint:
     lowercase: bool  # whether the tokenizer lowercases texts
     template: Template  # stands around every text, unless a request overrides it
     prompts: Mapping[str, str]  # name that a request may give -> prefix of a text
+    default_prompt: str | None = None  # the name of the prompt that `template` holds; None: of no prompt
     labels: tuple[str, ...] = ()  # the operator's labels to choose from
     dense: tuple[Dense, ...] = ()  # layers between pooling and normalisation
     truncate_dim: int | None = None  # embeddings have at most this many dimensions; None: no limit
@@ -286,6 +287,7 @@ class Checkpoint:
             self,
             task=task,
             template=template or self.template,
+            default_prompt=None if template else self.default_prompt,
             pooling=replace(used, modes=(pooling,)) if pooling else used,
             normalize=self.normalize and not label_logits,
             dense=() if label_logits else self.dense,

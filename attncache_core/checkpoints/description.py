@@ -102,13 +102,6 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
     activation = _cross_encoder_activation(config, prompting)
     task: Task = "classify" if classifier and (activation or not modules) else "embed"
-    if activation and default_prompt and prompts[default_prompt]:
-        raise UnsupportedModel(
-            f"config_sentence_transformers.json of model folder {folder} has a default prompt "
-            "(default_prompt_name) for the queries of a cross-encoder, which is not served; remove the name, "
-            "and send the prompt with the query",
-            field="model",
-        )
     if "LogitScore" in modules:
         return _scoring_by_tokens(name, transformer, source, config)
     if task == "classify":
@@ -132,6 +125,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         lowercase=bool(settings.get("do_lower_case", False)),
         template=Template(prefix=prompts[default_prompt] if default_prompt else ""),
         prompts=prompts,
+        default_prompt=default_prompt or None,
         dense=tuple(_read_dense(folder / path) for kind, path in listed if kind == "Dense"),
         truncate_dim=_positive(prompting.get("truncate_dim")) if modules else None,
         matryoshka_dimensions=_matryoshka_dimensions(config),
@@ -178,9 +172,12 @@ def _settings(folder: Path) -> dict[str, Any]:
                 field="model",
             )
     processing = settings.get("processing_kwargs") or {}
-    of_calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}.keys() - _OF_CALLS
+    of_calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}
+    longest = of_calls.pop("max_length", None)
+    if of_calls.get("truncation") in (True, "longest_first", "only_first"):
+        del of_calls["truncation"]
     lengths = (key for key in ("query_length", "document_length", "query_expansion") if settings.get(key))
-    if refused := sorted([*of_calls, *lengths]):
+    if refused := sorted([*(of_calls.keys() - _OF_CALLS), *lengths]):
         raise UnsupportedModel(
             f"settings in {name} of model folder {folder} are not supported: {', '.join(refused)}; remove "
             "them, and write the length of the longest text into max_seq_length",
@@ -194,9 +191,11 @@ def _settings(folder: Path) -> dict[str, Any]:
             field="model",
         )
     tokenizing = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    if limit := tokenizing.get("model_max_length"):
+    if limit := longest or tokenizing.get("model_max_length"):
         settings["max_seq_length"] = limit
     limit = settings.get("max_seq_length")
+    if isinstance(limit, float) and limit.is_integer():
+        limit = settings["max_seq_length"] = int(limit)
     if limit is not None and not (type(limit) is int and limit >= 1):
         raise UnsupportedModel(
             f"max_seq_length in {name} of model folder {folder} must be a whole number, at least 1",

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from attncache_core.checkpoints.checkpoint import Checkpoint, Dtype
+from attncache_core.checkpoints.template import Template
 from attncache_core.engine.blending import SWITCHED_OFF
-from attncache_core.errors import DatabaseRefused
+from attncache_core.errors import DatabaseRefused, UnsupportedModel
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -44,6 +45,13 @@ def load_parts(
 
     The arguments and what is raised: see PrefillEngine.load.
     """
+    if checkpoint.task == "classify" and checkpoint.default_prompt and checkpoint.template != Template():
+        raise UnsupportedModel(
+            f"config_sentence_transformers.json of model {checkpoint.name} has a default prompt "
+            "(default_prompt_name) for the first text of a pair, which is not served; remove the name, and "
+            "send the prompt with the text, or give a template with {query} and {document}",
+            field="model",
+        )
     keep_freed_memory()
     tokenizer = TextTokenizer(checkpoint, max_tokens)
     compute_dtype = resolve_dtype(dtype, device)

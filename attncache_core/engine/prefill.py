@@ -354,8 +354,8 @@ class PrefillEngine:
         attention maps if `may_reuse` allows it for the prompt. reads: as there. Raises InvalidInput as
         `require_known` and `without_padding` do.
         """
-        self.require_known(sequences)
         prompt = prompt or self.tokenizer.default_prompt
+        self.require_known(sequences, plans=len(prompt.sequence_plans))
         maps = reuse and self.may_reuse(prompt, labels, reads)
         return [
             PrefillRequest(ids, maps, plan, self.prefix_key(ids, plan, salt if reuse else None))
@@ -363,19 +363,20 @@ class PrefillEngine:
             for plan in [prompt.sequence_plan(index)]
         ]
 
-    def require_known(self, sequences: Sequence[Sequence[int]], first: int = 0) -> None:
+    def require_known(self, sequences: Sequence[Sequence[int]], first: int = 0, plans: int = 1) -> None:
         """Raise InvalidInput if a sequence has a token of the tokenizer that the model does not have.
 
-        first: the number of the first sequence, for errors.
+        first: the number of the first sequence, and plans: how many sequences a text has, for errors.
         """
         if self.tokenizer.vocabulary <= self.vocabulary:
             return
         for number, ids in enumerate(sequences, first):
             if max(ids, default=0) >= self.vocabulary:
+                text = f"inputs[{number // plans}]"
                 raise InvalidInput(
-                    f"inputs[{number}] has a token of the tokenizer that the model does not have, whose ids "
-                    f"are 0 to {self.vocabulary - 1}; remove the token from the text",
-                    field=f"inputs[{number}]",
+                    f"{text} has a token of the tokenizer that the model does not have, whose ids are 0 to "
+                    f"{self.vocabulary - 1}; remove the token from the text or its template",
+                    field=text,
                 )
 
     def without_padding(self, sequences: Sequence[Sequence[int]], first: int = 0) -> Sequence[Sequence[int]]:

@@ -425,7 +425,7 @@ class TextTokenizer:
         ids = self._tokenizer.encode(prefix).ids
         # A special token at the end closes the sequence and does not belong to the prefix. As in
         # sentence-transformers, one that the prefix itself ends in is taken for it.
-        return len(ids) - (ids[-1] in self._special)
+        return len(ids) - bool(ids and ids[-1] in self._special)
 
 
 Ids = TypeVar("Ids", bound=Sequence[int])

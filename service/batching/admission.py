@@ -96,6 +96,8 @@ class Admission:
 
         now: seconds, of any clock that does not go back.
         """
+        if not waiting_tokens:
+            self._refused_until = -math.inf  # whoever was refused has not come back
         try:
             self._require_room(request, waiting_sequences, waiting_tokens)
             self._require_short_wait(request)

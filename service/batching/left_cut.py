@@ -16,7 +16,8 @@ _CHARACTERS_PER_TOKEN = 16
 # The first characters decide how the template's prefix ends. Those behind a cut may have other tokens than in
 # the whole text, because a cut changes the tokens of the word that it cuts, and perhaps of the next words.
 _FIRST_CHARACTERS = 256
-_BORDER = re.compile(r"\s(?=\S)")
+# Where another word begins, or stands between two different letters of a script that may have no spaces.
+_BORDER = re.compile(r"\s(?=\S)|([^\W\d_a-zA-Z])(?!\1)(?=[^\W\d_a-zA-Z])")
 
 
 def cut_left(

@@ -216,9 +216,10 @@ class PendingRequest:
         if self._parts is None:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
-        engine.require_known(part.sequences, self.tokenized)
+        plans = self.prompt.sequence_plans
+        engine.require_known(part.sequences, self.tokenized, len(plans))
         part = part._replace(sequences=engine.without_padding(part.sequences, self.tokenized))
-        sequences, plans = part.sequences, self.prompt.sequence_plans
+        sequences = part.sequences
         places = range(self.tokenized, self.tokenized + len(sequences))
         # A request without reuse shares its prefixes with itself only: the labels of a text.
         group = id(self) if self.salt is None else self.salt

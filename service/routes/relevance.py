@@ -19,7 +19,6 @@ from attncache_core import (
     class_scores,
     normalize,
 )
-from attncache_core.checkpoints.template import Template
 from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
 from attncache_core.heads.vectors import cosine_matrix
@@ -179,5 +178,4 @@ def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:
     known = engine.checkpoint.prompts
     if named := next((name for name in names if name in known), None):
         return engine.tokenizer.named_prompt(named)
-    is_default = engine.tokenizer.default_prompt.template in map(Template, known.values())
-    return bare_prompt(engine) if is_default else None
+    return bare_prompt(engine) if engine.checkpoint.default_prompt else None

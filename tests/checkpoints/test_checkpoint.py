@@ -51,6 +51,7 @@ def test_sentence_transformers_folder_is_described_completely(tmp_path):
         lowercase=True,
         template=Template(prefix="query: "),
         prompts={"ask": "query: ", "none": ""},
+        default_prompt="ask",
     )
 
 
@@ -129,8 +130,8 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
         ("sentence_bert_config.json", '{"transformer_task": "fill-mask"}', "transformer_task fill-mask"),
         (
             "sentence_bert_config.json",
-            '{"processing_kwargs": {"text": {"padding": true, "max_length": 8}}}',
-            "not supported: max_length; remove",
+            '{"processing_kwargs": {"text": {"truncation": true, "add_special_tokens": false}}}',
+            "not supported: add_special_tokens; remove",
         ),
         ("sentence_bert_config.json", '{"query_length": 8}', "not supported: query_length"),
         ("sentence_bert_config.json", '{"max_seq_length": "64"}', "max_seq_length .* a whole number"),
@@ -149,7 +150,14 @@ def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, conte
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
-@pytest.mark.parametrize("settings", [{"max_seq_length": 9}, {"tokenizer_args": {"model_max_length": 9}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_seq_length": 9},
+        {"tokenizer_args": {"model_max_length": 9}},
+        {"processor_kwargs": {"model_max_length": 9}},
+    ],
+)
 def test_settings_are_read_under_the_names_of_sentence_transformers(copied, family, settings):
     (copied / "sentence_bert_config.json").unlink()
     write_json(copied / f"sentence_{family}_config.json", settings)
@@ -164,6 +172,12 @@ def test_settings_of_a_folder_without_modules_are_not_read_as_in_sentence_transf
     assert SentenceTransformer(str(folder)).max_seq_length > 8
 
 
+def test_longest_text_is_read_from_the_settings_of_calls(copied):
+    calls = {"processing_kwargs": {"text": {"max_length": 9, "truncation": True, "padding": True}}}
+    write_json(copied / "sentence_bert_config.json", {"max_seq_length": 12.0, **calls})
+    assert read_checkpoint(copied).max_tokens == 9
+
+
 def test_prompt_that_is_null_is_empty(tmp_path):
     folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"document": None}})
     assert read_checkpoint(folder).prompts == {"document": ""}
@@ -173,10 +187,13 @@ def test_cross_encoder_with_a_prompt_for_queries_is_refused(tmp_path):
     folder = write_model(tmp_path / "model", labels=["relevance"])
     described = {"model_type": "CrossEncoder", "prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
     write_json(folder / "config_sentence_transformers.json", described)
-    with pytest.raises(UnsupportedModel, match=r"default prompt .* of a cross-encoder"):
-        read_checkpoint(folder)
-    write_json(folder / "config_sentence_transformers.json", described | {"default_prompt_name": None})
-    assert read_checkpoint(folder).task == "classify"
+    checkpoint = read_checkpoint(folder)
+    with pytest.raises(UnsupportedModel, match=r"default prompt .* for the first text of a pair"):
+        PrefillEngine.load(checkpoint, dtype="float32")
+    of_pairs = PrefillEngine.load(
+        checkpoint.adapted(template=Template("ask: ", "", " about ")), dtype="float32"
+    )
+    assert of_pairs.rerank("a", ["b"]).shape == (1,)
 
 
 @pytest.mark.parametrize("limit", ["64", 0, -1, True])

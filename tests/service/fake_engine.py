@@ -135,7 +135,7 @@ class FakeEngine:
     ):
         """damage, strangeness: of each text. folder: where the findings of verification are kept."""
         self.tokenizer = FakeTokenizer()  # tests change its limit
-        self.checkpoint = SimpleNamespace(config={}, prompts={}, task=task)
+        self.checkpoint = SimpleNamespace(config={}, prompts={}, default_prompt=None, classes=(), task=task)
         self.labels = labels
         self.decisions = self.runner = self
         self.stored = stored
@@ -172,7 +172,7 @@ class FakeEngine:
     def close(self):
         """Nothing waits to be saved."""
 
-    def require_known(self, sequences, first=0):
+    def require_known(self, sequences, first=0, plans=1):
         """The model has all tokens."""
 
     def without_padding(self, sequences, first=0):  # noqa: ARG002

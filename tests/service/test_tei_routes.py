@@ -389,6 +389,13 @@ async def test_queries_and_documents_get_no_default_prompt_as_in_sentence_transf
         ranked = (await client.post("/rerank", json={"query": "the card", "texts": documents})).json()
     scores = {entry["index"]: entry["score"] for entry in ranked}
     np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-5)
+    # The operator's template stands around both, also if it is one of the prompts.
+    checkpoint = read_checkpoint(folder).adapted(template=Template("where is "))
+    async with serving(engine := PrefillEngine.load(checkpoint, dtype="float32")) as client:
+        [best] = (await client.post("/rerank", json={"query": "my", "texts": ["my"]})).json()
+    if not prompts:
+        assert best["score"] == pytest.approx(1, abs=1e-6)
+        assert engine.checkpoint.default_prompt is None
 
 
 async def test_token_that_the_model_does_not_have_is_refused_with_its_text(tmp_path):
