@@ -51,7 +51,7 @@ def servers(start, certificates, tmp_path_factory):
         "keys": start("loads", workers=2, api_keys=str(keys)),
         "sockets": start("loads", workers=2, unix_socket=str(sockets / "public"), admin_port=0, **tls),
         "drains": start("loads", workers=2),
-        "stuck": start("loads", workers=2, stuck_seconds=0.5, exit_when_stuck=True),
+        "stuck": start("loads", workers=2, stuck_seconds=3.0, exit_when_stuck=True),
         "refuses": start("refuses", workers=2),
         "fails": start("fails", workers=2),
     }
