@@ -203,10 +203,9 @@ class TokenSequences:
         stop = len(ids) - len(frame.after)
         if ids[stop:] != frame.after:
             stop = len(ids)
-        surplus = slice(stop - (len(ids) - maximum), stop)
-        if self.cut == "left":
-            surplus = slice(start, start + (len(ids) - maximum))
-        return [*ids[: surplus.start], *ids[surplus.stop :]]
+        surplus = len(ids) - maximum
+        first = start if self.cut == "left" else stop - surplus
+        return [*ids[:first], *ids[first + surplus :]]
 
 
 def source_of(inputs: list[str] | list[list[int]], truncate: bool, cut: Side) -> Source:

@@ -145,8 +145,8 @@ def plan(inputs: Sequence[str], column: str, output: str | None = None) -> Itera
 
     inputs: URLs or paths of files and folders; a name may hold *. output: URL of a folder, whose files are
     left out, so it may be below an input. Before anything is returned, raises InvalidInput if an input has
-    no file, if there is no row, or if the first file that can be read has no such column, and OSError if a
-    folder cannot be listed. Raises InvalidInput if pyarrow is not installed.
+    no file, if there is no row, if the first file that can be read has no such column, or if pyarrow is not
+    installed, and OSError if a folder cannot be listed.
     """
     pyarrow_parquet()
     left_out = None if output is None else joined(without_secrets(output), "")

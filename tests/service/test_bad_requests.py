@@ -235,6 +235,7 @@ async def test_body_of_exactly_the_limit_is_read(client):
     assert (await client.post("/embed", content=body)).status_code == 200
     response = await client.post("/embed", content=body + b" ")
     await assert_refused(client, response, 413, "body_too_large", None)
+    assert "a larger --max-body-bytes" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,12 @@ def kill_something(chance, cluster, driver):
     return kind
 
 
+def test_missing_pyarrow_is_named_once_before_any_file_is_read(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidInput, match=r"pip install 'attncache\[parquet\]'"):
+        plan([str(folder)], "text")
+
+
 @pytest.mark.timeout(600)
 def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, texts, tmp_path, monkeypatch):
     """Without ATTNCACHE_RAY_KILLS, one actor is killed."""

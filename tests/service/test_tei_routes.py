@@ -115,6 +115,18 @@ async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path):
     assert {entry["label"]: pytest.approx(entry["score"], abs=1e-6) for entry in listed[1]} == found
 
 
+async def test_reranker_names_its_own_routes_and_bodies(tmp_path):
+    engine = PrefillEngine.load(read_checkpoint(write_ms_marco_minilm(tmp_path / "model")), dtype="float32")
+    pair = {"text": "my card", "text_pair": "was stolen"}
+    async with serving(engine) as client:
+        embedded = await client.post("/embed", json={"inputs": "my card"})
+        of_transformers = await client.post("/", json={"inputs": pair})
+        cut = await client.post("/rerank", json={"query": "a", "texts": ["b"], "max_tokens_per_doc": 1})
+    assert "is a reranker and has no embeddings; use /rerank" in embedded.json()["error"]["message"]
+    assert "inputs must be a text, a pair" in of_transformers.json()["error"]
+    assert "to which documents are cut; leave it out" in cut.json()["error"]
+
+
 async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path):
     folder = write_ms_marco_minilm(tmp_path / "model")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
