@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from itertools import chain, groupby, takewhile
+from itertools import chain, groupby, pairwise, takewhile
 from typing import Literal, TypeVar, overload
 
 from tokenizers import Tokenizer, normalizers
@@ -338,7 +338,16 @@ class TextTokenizer:
 
     def written(self, ids: Iterable[int]) -> list[str]:
         """Return each token as text, such as "##ing" or " card"; "" for an unknown id."""
-        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        return self.decode([[token] for token in ids], skip_special=False)
+
+    def written_behind(self, ids: Sequence[int]) -> list[str]:
+        """Return what each token adds to the text behind the token in front of it.
+
+        A decoder may write the first token of a text without the space that begins it.
+        """
+        alone = self.written(ids)
+        both = self.decode(list(pairwise(ids)), skip_special=False)
+        return alone[:1] + [pair[len(first) :] for first, pair in zip(alone, both, strict=False)]
 
     @property
     def prompt_tokens(self) -> int:

@@ -83,7 +83,7 @@ class DividedTexts:
     def _divided(self, engine: PrefillEngine, ids: Sequence[int], frame: Frame) -> Segmented:
         found = Segmented(list(ids), [], list(ids[: frame.opening]))
         if self.separator:
-            found = split_at(ids, frame, engine.tokenizer.written(ids), self.separator)
+            found = split_at(ids, frame, engine.tokenizer.written_behind(ids), self.separator)
         if len(found.spans) < 2 and self.tokens:
             found = split(ids, frame.opening, self.tokens)
         return found if len(found.spans) > 1 else found._replace(spans=[])

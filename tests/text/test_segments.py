@@ -4,6 +4,7 @@ import pytest
 from core_decoders import write_llama
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -175,3 +176,20 @@ def test_a_text_that_holds_no_separator_in_front_of_its_end_is_not_divided():
     for text in ([10, 11], [], [10, 7], [10, 8], [7]):
         assert divided(FRAME.around(text), FRAME).spans == []
     assert divided(FRAME.around([10, 7, 11]), FRAME, "\n\n").spans == []
+
+
+def test_a_separator_is_found_where_the_decoder_removes_the_first_space_of_a_text(tmp_path):
+    file = str(write_llama(tmp_path) / "tokenizer.json")
+    as_published = Tokenizer.from_file(file)
+    # As Llama 2's decoder: a token alone loses the space that begins it.
+    as_published.decoder = decoders.Sequence(
+        [decoders.Replace("\u0120", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    as_published.save(file)
+    tokenizer = TextTokenizer(read_checkpoint(tmp_path))
+    frame = tokenizer.frame(tokenizer.default_prompt)
+    (ids,) = tokenizer.turns(["my card ### is lost ### where is it"])
+    ids = frame.around(ids)
+    found = split_at(ids, frame, tokenizer.written_behind(ids), " ###")
+    assert tokenizer.decode([ids[first:end] for first, end in found.spans]) == ["my card", "is lost"]
+    assert split_at(ids, frame, tokenizer.written(ids), " ###").spans == []
