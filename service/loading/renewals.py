@@ -1,4 +1,4 @@
-"""Let a server follow the generations of its database, while it serves.
+"""Let a server follow the generations of its database, and what other servers find about it, while it serves.
 
     a look at DIR/current, once a second
       the same generation as before     nothing
@@ -68,6 +68,7 @@ def _followed(engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint)
     seen: Generation | str = served.generation  # what the last look has found
     while True:
         yield Pause(SECONDS_BETWEEN_LOOKS)
+        engine.map_reuse.adopt_findings()
         found = _look(served)
         if found == seen:
             continue

@@ -218,6 +218,26 @@ def test_steps_of_one_engine_reach_the_other(tiny_checkpoint, folder):
     assert first.map_reuse.policy == second.map_reuse.policy == after(replace(POLICY, limit=None), [0, 1])
 
 
+def test_server_that_verifies_nothing_adopts_the_steps_of_another_and_writes_nothing(folder, caplog):
+    quiet, other = (MapReuse(AttentionDatabase.open(folder)) for _ in range(2))
+    other.tighten(0)
+    other.keep_verified({})
+    written = (folder / "tightened.json").stat()
+    quiet.tighten(1)
+    for _ in range(2):
+        quiet.adopt_findings()
+    assert quiet.policy == after(replace(POLICY, limit=None), [0, 1])
+    assert caplog.text.count("another server has found the policy of the database too loose") == 1
+    assert (folder / "tightened.json").stat() == written
+    searched = quiet.search
+    other.keep_verified({FIRST: [1.0]})
+    quiet.adopt_findings()  # other content, and no other step
+    (folder / "tightened.json").unlink()
+    quiet.adopt_findings()
+    assert quiet.search is searched
+    assert quiet.reuse_off == []
+
+
 def test_engine_does_not_wait_for_a_held_lock_and_keeps_its_findings_later(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder)
     with locked(folder / "tightened.json", on_wait=pytest.fail):
@@ -386,14 +406,16 @@ def test_engine_with_an_unreadable_file_reuses_nothing(tiny_checkpoint, tiny_cor
     assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 
+@pytest.mark.parametrize("look", [MapReuse.adopt_findings, lambda reuse: reuse.keep_verified({FIRST: [1.0]})])
 @pytest.mark.parametrize("spoil", UNREADABLE)
-def test_file_that_becomes_unreadable_while_serving_ends_reuse(tiny_checkpoint, folder, spoil):
+def test_file_that_becomes_unreadable_while_serving_ends_reuse(tiny_checkpoint, folder, spoil, look):
     engine = engine_of(tiny_checkpoint, folder)
     engine.map_reuse.keep_verified({})
     (folder / "tightened.json").unlink()
     spoil(folder / "tightened.json")
-    assert engine.map_reuse.keep_verified({FIRST: [1.0]}) is None
-    assert engine.reuse_off
+    for _ in range(2):
+        assert look(engine.map_reuse) is None
+        assert len(engine.reuse_off) == 1
     assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,9 @@ from following import following, publish
 from following import serving as serving_database
 
 from attncache_core import AttentionDatabase, BuildOptions, MachineBusy, PrefillEngine, build_database
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.map_reuse import MapReuse
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.publishing import roll_back
 from attncache_core.runtime.files import write_whole
 from service.loading import renewals
@@ -128,6 +132,18 @@ async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_
     assert len({engine.fingerprint for engine in engines}) == 1
     with pytest.raises(ValueError, match="packed again"):
         engines[0].with_database(engines[2].map_reuse.database)
+
+
+async def test_step_of_another_server_is_adopted_though_nothing_is_verified(tiny_checkpoint, root):
+    manifest = AttentionDatabase.open(root).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(root)
+    async with serving(tiny_checkpoint, root, verify_rate=0.0) as client:
+        other = MapReuse(AttentionDatabase.open(root))
+        other.tighten(0)
+        other.keep_verified({})
+        async with asyncio.timeout(30):
+            while (await database_info(client))["policy"]["groups"][0]["tightened"] != 1:
+                await asyncio.sleep(0.005)
 
 
 async def test_each_answer_is_of_one_generation_or_exact_while_batches_tightening_and_swaps_interleave(

@@ -118,6 +118,12 @@ class MapReuse(ReuseStrategy):
             self._adopt(self._served.policy)
         return kept
 
+    def adopt_findings(self) -> None:
+        """Adopt what another server on this folder has found since the last call; see ServedPolicy.look."""
+        with self._changing:
+            if self._served.look():
+                self._adopt(self._served.policy)
+
     def share_findings(self, shared: SharedFindings) -> None:
         """Let `keep_verified` merge the findings with those of servers on other machines, from now on."""
         with self._changing:

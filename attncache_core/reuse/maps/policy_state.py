@@ -1,6 +1,7 @@
 """Share the findings of all servers about a database's policy, in the file DIR/tightened.json.
 
     a server's steps and new fidelities -> under a lock: read, merge, write -> the findings of all servers
+    a look, once a second               -> read, if another server has written -> its tighter steps
 
 If one server finds the policy too loose and tightens it, the policy stays tight after a restart and becomes
 tight in every server on the database, until the database is calibrated again. The file holds numbers only.
@@ -101,6 +102,7 @@ class ServedPolicy:
         self._folder, self._calibrated = folder, calibrated
         self.shared: SharedFindings | None = None  # None: other machines are not asked
         self._tightest = calibrated  # `policy` where nothing is off
+        self._seen = _written(_path(folder))  # what the last look found; taken before the file is read
         self._away: str | None = None  # the reason in `reuse_off`, while other machines cannot be asked
         self.policy = calibrated
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
@@ -111,9 +113,28 @@ class ServedPolicy:
 
     def tighten(self, index: int | None) -> ReusePolicy:
         """Make length group `index` one step tighter; None: the limit. Returns the new policy."""
-        self._tightest = self._tightest.tightened(index)
-        self.policy = self._tightest.switched_off() if self.reuse_off else self._tightest
+        self._serve(self._tightest.tightened(index))
         return self.policy
+
+    def look(self) -> bool:
+        """Adopt tighter steps that another server has written into tightened.json since the last look.
+
+        If the file cannot be read any more, nothing hits from then on. Returns whether `policy` has changed.
+        """
+        written = _written(_path(self._folder))
+        if written == self._seen or self._is_stopped:
+            return False
+        self._seen = written
+        try:
+            tightest = self._tightest.tightened_to(_kept_steps(self._folder, self._calibrated))
+        except CorruptDatabase as error:
+            self._stop(str(error))
+            return True
+        if tightest == self._tightest:
+            return False
+        logger.warning("another server has found the policy of the database too loose; it is tighter now")
+        self._serve(tightest)
+        return True
 
     def keep(self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0) -> Tightened | None:
         """Add this server's findings to tightened.json, and adopt tighter steps from there.
@@ -122,8 +143,7 @@ class ServedPolicy:
         None, and keeps nothing, if the policy has no budget, if another process holds the lock for longer
         than `patience_seconds`, or if tightened.json cannot be read or written.
         """
-        is_stopped = any(reason != self._away for reason in self.reuse_off)
-        if is_stopped or not self._calibrated.budget.binds:
+        if self._is_stopped or not self._calibrated.budget.binds:
             return None
         windows = tuple((window, tuple(fidelities)) for window, fidelities in new.items())
         tightened = Tightened(self._tightest.steps, windows)
@@ -144,8 +164,7 @@ class ServedPolicy:
             return None
         kept = of_all or kept
         if kept:
-            self._tightest = self._tightest.tightened_to(kept.steps)
-            self.policy = self._tightest
+            self._serve(self._tightest.tightened_to(kept.steps))
         return kept
 
     def _merged_with_all(self, shared: SharedFindings, new: Tightened) -> Tightened | None:
@@ -174,6 +193,14 @@ class ServedPolicy:
             self.reuse_off.remove(self._away)
             self._away = None
         return merged
+
+    @property
+    def _is_stopped(self) -> bool:
+        return any(reason != self._away for reason in self.reuse_off)
+
+    def _serve(self, tightest: ReusePolicy) -> None:
+        self._tightest = tightest
+        self.policy = tightest.switched_off() if self.reuse_off else tightest
 
     def _stop(self, reason: str) -> None:
         logger.warning("attention maps are not reused: %s", reason)
@@ -210,6 +237,15 @@ def forget_tightened(folder: Path) -> None:
 
 def _path(folder: Path) -> Path:
     return folder / "tightened.json"
+
+
+def _written(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs whenever a file was written anew; None if there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _read(path: Path) -> dict[str, Tightened]:
