@@ -41,7 +41,7 @@ import torch
 
 from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.head_damage import measure_head_damage
-from attncache_core.build.options import BuildOptions, default_budget
+from attncache_core.build.options import MAX_SEED, BuildOptions, default_budget
 from attncache_core.build.quality import donor_distances
 from attncache_core.build.recording import Recording, smallest_form
 from attncache_core.build.refitting import Refitting
@@ -104,13 +104,15 @@ def build_database(
     building. start_from: a database of the same model, from whose projector the training goes on, with a
     quarter of the steps; None: a new projector is trained. Raises BuildFailed if the corpus is too small, the
     folder exists or the disk is full, DatabaseRefused if `start_from` is of another model, InvalidInput if
-    options exclude each other, and ValueError if the engine has a database.
+    options are invalid or exclude each other, and ValueError if the engine has a database.
     """
     if engine.map_reuse is not None:
         raise ValueError("the engine has a database; build with an engine that has none")
     options = options or BuildOptions()
     if options.threshold is not None and not math.isfinite(options.threshold):
         raise InvalidInput("threshold must be a number", field="threshold")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise InvalidInput(f"seed must be a whole number from 0 to {MAX_SEED}", field="seed")
     if options.synthetic_only and not options.prototypes:
         raise InvalidInput(
             "a database of synthetic records needs at least one of each length; set prototypes to 1 or more",

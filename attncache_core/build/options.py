@@ -18,6 +18,9 @@ PROTOTYPES = 16
 MAX_LENGTH = 64
 
 
+MAX_SEED = 2**63 - 1  # torch takes no larger one
+
+
 @dataclass(frozen=True)
 class BuildOptions:
     """The operator's choices for a build."""

@@ -76,7 +76,7 @@ def split(
 
     sources: the source of each sequence, such as a template, a document or the sentence itself. Sequences of
     one source are either all held out or all trained on. Raises BuildFailed if fewer than two sequences
-    remain.
+    remain, or if no two sequences to train on have the same length.
     """
     source_of: dict[tuple[int, ...], str] = {}
     for ids, source in zip(tokenized, sources, strict=True):
@@ -97,6 +97,13 @@ def split(
         if sizes[source] <= needed:
             held_out.add(source)
             needed -= sizes[source]
+    trained = Counter(len(ids) for ids, source in source_of.items() if source not in held_out)
+    if max(trained.values(), default=0) < 2:
+        raise BuildFailed(
+            "no two texts of the corpus have the same number of tokens, and the search for similar texts is "
+            "trained on such pairs; add texts",
+            field="corpus",
+        )
     return Sentences(
         [list(ids) for ids in source_of], np.array([source in held_out for source in source_of.values()])
     )

@@ -15,6 +15,7 @@ from attncache_core import (
     PrefillEngine,
     build_database,
 )
+from attncache_core.build.options import MAX_SEED
 from attncache_core.corpus.reading import read_texts
 from attncache_core.corpus.tables import FORMATS, read_rows
 from service.commands.database import show_database
@@ -135,7 +136,11 @@ _REMOVED = removed_option(
     help="Dimensions of the feature vectors that are searched.",
 )
 @click.option(
-    "--seed", type=int, default=_defaults.seed, show_default=True, help="Seed of all random choices."
+    "--seed",
+    type=click.IntRange(0, MAX_SEED),
+    default=_defaults.seed,
+    show_default=True,
+    help="Seed of all random choices.",
 )
 def build(
     load: Callable[[], PrefillEngine],

@@ -319,9 +319,9 @@ def test_disk_that_fills_up_is_an_error_of_one_line_and_the_build_resumes(
 
 def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path):
     corpus = [CorpusSentence("card " * words, str(words)) for words in (1, 2, 3)]
-    with pytest.raises(BuildFailed, match="no two texts of one length"):
+    with pytest.raises(BuildFailed, match="no two texts of the corpus have the same number of tokens"):
         build(tiny_engine, corpus, tmp_path / "a.db")
-    assert "a.db" not in names(tmp_path)
+    assert names(tmp_path) == [".a.db.lock"]
 
 
 @pytest.mark.parametrize("texts", [[], ["one card"], ["one card"] * 5])
@@ -341,11 +341,14 @@ def test_heads_that_the_model_does_not_have_are_refused_before_the_build_compute
     assert names(tmp_path) == [".a.db.lock"]
 
 
-@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), float("-inf")])
-def test_threshold_that_no_manifest_can_hold_is_refused(tiny_engine, few_texts, tmp_path, threshold):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*(("threshold", float(name)) for name in ("nan", "inf", "-inf")), ("seed", -1), ("seed", 2**63)],
+)
+def test_option_that_no_build_can_use_is_refused(tiny_engine, few_texts, tmp_path, field, value):
     with pytest.raises(InvalidInput) as refused:
-        build(tiny_engine, few_texts, tmp_path / "a.db", threshold=threshold)
-    assert refused.value.field == "threshold"
+        build(tiny_engine, few_texts, tmp_path / "a.db", **{field: value})
+    assert refused.value.field == field
     assert names(tmp_path) == []
 
 

@@ -23,6 +23,7 @@ from attncache_core.evaluation.tuning.measuring import Subject, service_batches
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, Tuning, split
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.vectors import cosines
+from attncache_core.reuse.maps.generations import Generation
 from attncache_core.runtime.memory import tensor_bytes
 
 WEIGHTS = Way(quantization=Quantization.INT8_WEIGHT_ONLY)
@@ -182,6 +183,9 @@ def test_operators_database_is_measured_without_the_records_of_measuring_texts(
     assert (exact.hit_rate, maps.hit_rate) == (0.0, 1.0)
     assert maps.quality.mean < 0.9999  # a text with its own record would be exact
     assert tuning._folder_of(maps.way) == tiny_database
+    # A server finds later generations only in the folder of all of them.
+    tuning.database = replace(tuning.database, generation=Generation(tiny_database.parent, 7))
+    assert tuning._folder_of(maps.way) == tiny_database.parent
     assert tuned(replace(changed, ways=("maps",)))[1].database == tiny_database
 
 

@@ -48,12 +48,16 @@ KIND = {"threshold": 0.5, "similarities": [], "damages": []}
 
 
 def policy_of(
-    *kinds: str, longest: tuple[object, ...] = (9,), budget: dict[str, object] = BUDGET, **changes: object
+    *kinds: str,
+    longest: tuple[object, ...] = (9,),
+    budget: dict[str, object] = BUDGET,
+    tightened: int = 0,
+    **changes: object,
 ) -> dict[str, object]:
     """Return a policy as in a manifest: a length group for each of `longest`, with these kinds of record."""
     kind = {name: value for name, value in (KIND | changes).items() if value is not None}
     groups = [
-        {"longest": tokens, "kinds": dict.fromkeys(kinds or ("0", "1", "2"), kind), "tightened": 0}
+        {"longest": tokens, "kinds": dict.fromkeys(kinds or ("0", "1", "2"), kind), "tightened": tightened}
         for tokens in longest
     ]
     return {"policy": {"budget": budget, "groups": groups}}
@@ -207,6 +211,8 @@ def test_manifest_that_cannot_be_read_is_corrupt(folder, content):
         {"files": {}},
         policy_of(threshold=float("nan")),
         policy_of(threshold=float("inf")),
+        policy_of(tightened=-1),
+        {"build": {"variant": "int8"}},
         {"prototypes": {"5": 1}},
         {"prototypes": {"30": 1}},
         {"rank": []},

@@ -419,10 +419,13 @@ def test_file_that_becomes_unreadable_while_serving_ends_reuse(tiny_checkpoint, 
     assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 
-def test_database_can_be_opened_and_verified_with_an_unreadable_file(folder):
-    garbage(folder / "tightened.json")
+def test_database_can_be_opened_with_unreadable_findings_and_verifying_names_them(folder):
+    assert AttentionDatabase.open(folder).verify() == []
+    for name in ("tightened.json", "calibrated_on.json"):
+        garbage(folder / name)
     database = AttentionDatabase.open(folder)
-    assert database.verify() == []
+    assert database.calibrated_on([[1, 2]]) == 0
+    assert [fault.split()[0] for fault in database.verify()] == ["tightened.json", "calibrated_on.json"]
     (reason,) = ServedPolicy(folder, database.manifest.policy).reuse_off
     assert "calibrate the database again" in reason
 

@@ -362,8 +362,9 @@ class Tuning:
         )
 
     def _folder_of(self, way: Way) -> Path:
-        """Return the folder of a way's database."""
-        return self._database_of(way, None if self.database else self._budget_of_maps(way)).folder
+        """Return the folder of a way's database, in which a server finds every later generation too."""
+        database = self._database_of(way, None if self.database else self._budget_of_maps(way))
+        return database.generation.root
 
     def _inputs(self) -> dict[str, Any]:
         """Return what the figures depend on. The texts are a digest."""

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
@@ -63,6 +64,7 @@ from attncache_core.reuse.maps.integrity import (
 )
 from attncache_core.reuse.maps.manifest import Manifest, use_of
 from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy_state import kept_steps
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.maps.refitted import REFITTED, read_refitted
@@ -77,6 +79,7 @@ from attncache_core.runtime.files import refused_read, write_whole
 # folder's classifier.json holds the digest of the weights, so its own digest covers the weights too.
 _DECISIONS = "decisions"
 _CALIBRATED_ON = "calibrated_on.json"
+_DIGESTS = TypeAdapter(set[str])
 
 
 @dataclass(frozen=True)
@@ -211,13 +214,28 @@ class AttentionDatabase:
         write_whole(self.folder / _CALIBRATED_ON, content.encode())
 
     def calibrated_on(self, sequences: Iterable[Sequence[int]]) -> int:
-        """Return how many of these token sequences are texts of a calibration after the build."""
+        """Return how many of these token sequences are texts of a calibration after the build.
+
+        0 if the file with their digests cannot be read.
+        """
         try:
-            digests = set(json.loads((self.folder / _CALIBRATED_ON).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            digests = self._calibration_texts()
+        except CorruptDatabase:
             return 0
         seal = self.search.store.seal
         return sum(seal.token_digest(ids).hex() in digests for ids in sequences)
+
+    def _calibration_texts(self) -> set[str]:
+        try:
+            return _DIGESTS.validate_json((self.folder / _CALIBRATED_ON).read_bytes())
+        except FileNotFoundError:
+            return set()
+        except (OSError, ValueError) as error:
+            raise CorruptDatabase(
+                f"{_CALIBRATED_ON} cannot be read, so nothing warns of an evaluation with texts that the "
+                "database was calibrated with; calibrate it again",
+                field="database",
+            ) from error
 
     def without(self, sequences: Iterable[Sequence[int]]) -> tuple[AttentionDatabase, int]:
         """Return the database without the records of these token sequences, and the number of records.
@@ -369,5 +387,18 @@ def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
             continue
         store = database.search.store
         of_which = f"generation {generation.number}, " if generation.number else ""
-        faults = [f"{of_which}{fault}" for fault in damaged_records(store)]
+        faults = [f"{of_which}{fault}" for fault in (*damaged_records(store), *_damaged_findings(database))]
         yield VerifiedGeneration(generation.number, store.records, faults)
+
+
+def _damaged_findings(database: AttentionDatabase) -> Iterator[str]:
+    """Yield a sentence for each file that cannot be read of what was found out after the build."""
+    findings = (
+        lambda: kept_steps(database.folder, database.search.policy),
+        database._calibration_texts,
+    )
+    for read in findings:
+        try:
+            read()
+        except CorruptDatabase as error:
+            yield str(error)

@@ -76,6 +76,9 @@ class Manifest:
             raise ValueError("a threshold is not a finite number")
         if any(set(group.kinds) != set(RecordKind) for group in self.policy.groups):
             raise ValueError("a kind of record has no policy")
+        _ = self.policy.steps  # which are not negative
+        if not isinstance(self.build.get("variant") or {}, dict):
+            raise ValueError("the variant is no table")
         _require_quality(self.quality)
         layers, heads = len(self.rank), len(self.rank[0])
         if {len(self.damage), len(self.reused_heads), len(self.stored_heads)} != {layers}:

@@ -107,7 +107,7 @@ class ServedPolicy:
         self.policy = calibrated
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         try:
-            self._tightest = self.policy = calibrated.tightened_to(_kept_steps(folder, calibrated))
+            self._tightest = self.policy = calibrated.tightened_to(kept_steps(folder, calibrated))
         except CorruptDatabase as error:
             self._stop(str(error))
 
@@ -126,7 +126,7 @@ class ServedPolicy:
             return False
         self._seen = written
         try:
-            tightest = self._tightest.tightened_to(_kept_steps(self._folder, self._calibrated))
+            tightest = self._tightest.tightened_to(kept_steps(self._folder, self._calibrated))
         except CorruptDatabase as error:
             self._stop(str(error))
             return True
@@ -259,8 +259,11 @@ def _read(path: Path) -> dict[str, Tightened]:
         raise _unreadable(path, why) from error
 
 
-def _kept_steps(folder: Path, calibrated: ReusePolicy) -> Steps:
-    """Return the steps that are kept for a policy; a policy without a budget keeps none."""
+def kept_steps(folder: Path, calibrated: ReusePolicy) -> Steps:
+    """Return the steps that are kept for a policy; a policy without a budget keeps none.
+
+    Raises CorruptDatabase if tightened.json cannot be read.
+    """
     if not calibrated.budget.binds:
         return calibrated.steps
     path = _path(folder)
