@@ -354,6 +354,11 @@ def _lacks_database(error: Exception) -> bool:
     return isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
 
 
+def is_of_another_type(error: BaseException) -> bool:
+    """Return whether the store has something else under a name than the value that was asked for."""
+    return isinstance(error, exceptions.ResponseError) and str(error).startswith("WRONGTYPE")
+
+
 def _reason(error: Exception) -> str:
     """Say what went wrong, in words of this module: a message of the server may quote what was sent."""
     if _has_bad_certificate(error):

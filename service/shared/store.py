@@ -8,7 +8,7 @@ from typing import Any
 
 from service.errors import SharedUnavailable
 from service.settings.cluster import SharedAddress
-from service.shared.client import Circuit, Client
+from service.shared.client import Circuit, Client, is_of_another_type
 
 # The value of a key is compared and changed without another machine in between, in one round trip.
 _COMPARE_AND_SET = """
@@ -55,11 +55,22 @@ class SharedStore:
         self._client, self._prefix, self._on_failure = client, f"attncache:{prefix}:", on_failure
 
     async def get(self, key: str, seconds: float | None = None) -> bytes | None:
-        """See Store."""
+        """See Store. What another program has put there is removed."""
         name = self._prefix + key
-        if seconds is None:
-            return await self._ask(lambda server: server.get(name))
-        return await self._ask(lambda server: server.getex(name, px=_milliseconds(seconds)))
+
+        async def question(server: Any) -> bytes | None:
+            try:
+                found: bytes | None = await (
+                    server.get(name) if seconds is None else server.getex(name, px=_milliseconds(seconds))
+                )
+            except Exception as error:
+                if not is_of_another_type(error):
+                    raise
+                await server.unlink(name)
+                return None
+            return found
+
+        return await self._ask(question)
 
     async def put(self, key: str, value: bytes | None, seconds: float | None = None) -> None:
         """See Store."""

@@ -50,6 +50,8 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _NEW_OBJECTS = 20_000
 # Beside connections: the model's files, segments of the database, threads' descriptors.
 _OTHER_FILES = 512
+# Half of the files that a process may open may be blocks of keys and values.
+_BLOCK_FILES = 8192
 # With several workers, a connection is left to the others for so long per connection that this worker has.
 # The bound is about the time of a batch.
 _DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.0005, 0.01
@@ -91,7 +93,8 @@ def run_server(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, server.handle_hangup)
-    allow_files(len(listeners) * settings.max_connections + _OTHER_FILES)
+    files = len(listeners) * settings.max_connections + _OTHER_FILES
+    allow_files(files, 2 * max(files, _BLOCK_FILES) if settings.kv_dir else files)
     for listener in listeners if worker is None else ():
         logger.info("listening on %s (%s), loading %s", listener.url, listener.name, settings.model)
     try:
@@ -292,18 +295,18 @@ def look_at_requests_only() -> None:
     gc.set_threshold(_NEW_OBJECTS)
 
 
-def allow_files(count: int) -> None:
-    """Let this process open `count` files, if it may raise its limit; log a warning if it may not."""
+def allow_files(needed: int, useful: int) -> None:
+    """Let this process open `useful` files, or as many as it may; log a warning if fewer than needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < useful:
+        allowed = useful if hard == resource.RLIM_INFINITY else min(useful, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if allowed < count:
+        if allowed < needed:
             logger.warning(
                 "the system allows %d open files, and --max-connections needs %d: raise ulimit -n, or lower "
                 "--max-connections",
                 allowed,
-                count,
+                needed,
             )
 
 

@@ -1,5 +1,6 @@
 """A process of the real server listens, gets ready, answers and stops."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import httpx
 import pytest
 from raw_http import wait_until
 from server_process import get
+
+from service.workers.server import allow_files
 
 # Runs the command line, and hangs in the import of torch.
 SLOW_IMPORTS = """
@@ -85,3 +88,28 @@ def test_database_that_is_refused_after_the_start_is_one_line_and_exit_code_2(st
     (line,) = server.log.splitlines()
     assert line.startswith("attncache: ")
     assert absent in line
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "needed", "useful", "allowed", "warns"),
+    [
+        (1024, 4096, 500, 1000, None, False),
+        (1024, 4096, 500, 2000, 2000, False),
+        (1024, 4096, 3000, 9000, 4096, False),
+        (1024, 4096, 5000, 9000, 4096, True),
+        (1024, INFINITE, 5000, 9000, 9000, False),
+        (INFINITE, INFINITE, 5000, 9000, None, False),
+    ],
+)
+def test_process_may_open_as_many_files_as_are_useful(
+    soft, hard, needed, useful, allowed, warns, monkeypatch, caplog
+):
+    changed = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    allow_files(needed, useful)
+    assert changed == ([] if allowed is None else [(allowed, hard)])
+    assert ("raise ulimit -n, or lower --max-connections" in caplog.text) == warns

@@ -452,7 +452,7 @@ async def test_prefix_of_another_machine_is_given_exactly_and_other_names_belong
         engine.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen", "full", "damaged", "another"])
+@pytest.mark.parametrize("how", ["killed", "frozen", "full", "damaged", "another", "a list"])
 async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, folder, how, monkeypatch):
     with running_valkey(tmp_path) as valkey:
         first = engine_of(folder, valkey.url)
@@ -471,6 +471,9 @@ async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, fol
             valkey.ask("CONFIG", "SET", "maxmemory", "1mb")
             text += "new " * 20
             expected = outputs(engine_of(folder, valkey.url, kv=True, shared_uses="kv"), text)
+        elif how == "a list":
+            valkey.ask("DEL", names[0])
+            valkey.ask("RPUSH", names[0], b"of another program")
         else:
             for name, other in zip(names, [*names[1:], names[0]], strict=True):
                 if how == "damaged":
@@ -489,6 +492,7 @@ async def test_failures_of_the_store_cost_time_and_never_an_answer(tmp_path, fol
             assert counted.failed_writes > 0
         else:
             assert counted.damaged_blocks > 0
+            assert counted.failures == 0  # the other blocks were had
         if how == "frozen":
             valkey.thaw()
         for engine in (first, store):

@@ -86,6 +86,17 @@ async def compare_with_dictionary(stored, clock, steps):
             assert found == getattr(model, name)(*arguments), (name, arguments)
 
 
+async def test_what_another_program_has_stored_under_a_name_is_no_value_and_is_replaced(valkey):
+    stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
+    store = stores.store("use")
+    for number, seconds in enumerate([None, 1000]):
+        valkey.ask("RPUSH", f"attncache:use:{number}", b"an entry of a list")
+        assert await store.get(f"{number}", seconds) is None
+        assert await store.compare_and_set(f"{number}", None, b"value")
+        assert await store.get(f"{number}", seconds) == b"value"
+    await stores.close()
+
+
 @pytest.mark.parametrize("kind", ["local", "sqlite"])
 @settings(max_examples=60)
 @given(steps=STEPS)

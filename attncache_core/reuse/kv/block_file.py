@@ -180,7 +180,8 @@ class OpenBlock:
 
     The block stays readable while it is open, even if it is removed. Several threads may read at once.
     checksums: as `BlockFormat.read_checksums` returned them. on_read: is called with the bytes of each part
-    that was read. on_damage: is called before DamagedBlock is raised.
+    that was read. on_damage: is called before DamagedBlock is raised. on_close: is called behind closing, and
+    may be called again.
     """
 
     tier = "disk"
@@ -193,9 +194,10 @@ class OpenBlock:
         checksums: Sequence[int],
         on_read: Callable[[int], None],
         on_damage: Callable[[], None],
+        on_close: Callable[[], object],
     ) -> None:
         self._file, self._format, self._checksums = file, block_format, checksums
-        self._on_read, self._on_damage = on_read, on_damage
+        self._on_read, self._on_damage, self._on_close = on_read, on_damage, on_close
 
     def __enter__(self) -> OpenBlock:
         return self
@@ -223,6 +225,7 @@ class OpenBlock:
     def close(self) -> None:
         """Close the file. Closing it again has no effect."""
         self._file.close()
+        self._on_close()
 
 
 def write_all(descriptor: int, content: memoryview | bytes, offset: int) -> None:

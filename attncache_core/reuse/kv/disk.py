@@ -16,12 +16,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
+import math
 import os
 import re
+import resource
 import secrets
 import stat
 import struct
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,6 +39,8 @@ from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBl
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.runtime.files import PRIVATE
 
+logger = logging.getLogger(__name__)
+
 # Eviction goes on down to this part of the limit, so that the next writes need none.
 _LOW_WATERMARK = 0.95
 # An opened block is marked as used at most this often.
@@ -41,6 +48,8 @@ _TOUCH_SECONDS = 1.0
 # Another process holds the lock for the time of a scan at most, unless it hangs.
 _MAX_LOCK_SECONDS = 5.0
 _LOCK_POLL_SECONDS = 0.002
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
+_MAX_FILES = 2**20  # where the system sets no limit
 _USAGE = struct.Struct("<q")
 _UNFINISHED = ".unfinished"
 _BLOCK_FILE = re.compile(r"([0-9a-f]{64})\.kv")
@@ -94,9 +103,12 @@ class DiskTier(TierCounter):
         self.most_bytes = most_bytes
         self._max_bytes = most_bytes - _USAGE.size
         self._touches, self._protected = eviction == "lru", protected
+        # The other half of the files that the process may open is for connections, and all else.
+        self._may_open = threading.BoundedSemaphore(_allowed_files() // 2)
+        self._complained = -math.inf  # when the log last said that blocks are not saved
         # Blocks in the order of eviction. The list is used only while the lock of `usage` is held.
         self._oldest: deque[_Listed] = deque()
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        self._make_folder()
         if not (folder / "usage").exists() and any(folder.iterdir()):
             # Its mode is about to be changed, and its files would count as blocks.
             raise OSError(errno.ENOTEMPTY, "it is not empty and no folder of keys and values")
@@ -136,24 +148,30 @@ class DiskTier(TierCounter):
     def open(self, name: BlockName) -> OpenBlock | None:
         """Open a block, or return None if the tier does not have the block.
 
-        A file that is not this block with parts of this tier's sizes is removed and counted as damaged.
-        Raises ValueError if key, parent or tokens have a wrong size.
+        Returns None also if half of the files that the process may open are blocks, or if the file cannot be
+        opened. A file that is not this block with parts of this tier's sizes is removed and counted as
+        damaged. Raises ValueError if key, parent or tokens have a wrong size.
         """
         identity = self._format.identity(name)
+        if not self._may_open.acquire(blocking=False):
+            return None
         try:
             path = self._path(name.key)
             file = open(path, "rb", buffering=0, opener=_opener_at_once)  # noqa: SIM115 - OpenBlock closes it
         except OSError:
+            self._may_open.release()
             return None
+        on_close = weakref.finalize(file, self._may_open.release)
+        on_damage = partial(self._drop_damaged, name.key)
         try:
             checksums = self._format.read_checksums(file.fileno(), identity)
             self._touch(file.fileno())
         except DamagedBlock:
             file.close()
-            self._drop_damaged(name.key)
+            on_close()
+            on_damage()
             return None
-        on_damage = partial(self._drop_damaged, name.key)
-        return OpenBlock(file, self._format, checksums, self._count_read, on_damage)
+        return OpenBlock(file, self._format, checksums, self._count_read, on_damage, on_close)
 
     def write(
         self,
@@ -177,8 +195,9 @@ class DiskTier(TierCounter):
             with self._unfinished(self._format.file_bytes) as (path, descriptor):
                 self._format.write(descriptor, name, parts, on_part)
                 self._finish(path, name.key)
-        except OSError:
+        except OSError as error:
             self._count(TierCounts(failed_writes=1))
+            self._complain(error)
             return False
         self._count(TierCounts(written_bytes=self._format.file_bytes))
         return True
@@ -205,6 +224,17 @@ class DiskTier(TierCounter):
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def _make_folder(self) -> None:
+        self._folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+
+    def _complain(self, error: OSError) -> None:
+        """Say in the log that blocks are not saved, but not for each of them."""
+        now = time.monotonic()
+        if now >= self._complained + _SECONDS_BETWEEN_COMPLAINTS:
+            self._complained = now
+            reason = error.strerror or type(error).__name__
+            logger.warning("keys and values are not saved in %s: %s", self._folder, reason)
+
     def _path(self, key: bytes) -> Path:
         """Return the file of a block."""
         name = key.hex()
@@ -228,7 +258,13 @@ class DiskTier(TierCounter):
 
     @contextmanager
     def _locked(self) -> Iterator[_Usage]:
-        """Hold the lock of the folder while the `with` block runs. Raises OSError."""
+        """Hold the lock of the folder while the `with` block runs. Raises OSError.
+
+        A folder that was removed, as programs that clear up do, is made again.
+        """
+        if not self._folder.exists():
+            logger.warning("the folder of keys and values, %s, was removed; it is made again", self._folder)
+            self._make_folder()
         with open(self._folder / "usage", "r+b", buffering=0, opener=_private_opener) as file:
             _lock(file)
             try:
@@ -354,6 +390,12 @@ def _lock(file: FileIO) -> None:
             time.sleep(_LOCK_POLL_SECONDS)
         else:
             return
+
+
+def _allowed_files() -> int:
+    """Return how many files this process may open."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MAX_FILES if allowed == resource.RLIM_INFINITY else min(allowed, _MAX_FILES)
 
 
 def _opener_at_once(path: str, flags: int) -> int:

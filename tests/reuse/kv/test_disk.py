@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import multiprocessing
 import os
+import resource
 import shutil
 import stat
 import struct
@@ -482,7 +483,7 @@ def test_full_tier_rarely_scans_the_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
-def test_full_disk_leaves_nothing(tier, folder, monkeypatch, writes):
+def test_full_disk_leaves_nothing_and_is_said_once(tier, folder, monkeypatch, writes, caplog):
     tier.write(block(0), content(0))
     pwrite, done = os.pwrite, []
 
@@ -496,20 +497,45 @@ def test_full_disk_leaves_nothing(tier, folder, monkeypatch, writes):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite_until_full)
         assert not tier.write(block(1), content(1))
+        assert not tier.write(block(1), content(1))
     assert len(done) == writes
     assert files(folder) == [path_of(folder, block(0))]
-    assert tier.counts.failed_writes == 1
+    assert tier.counts.failed_writes == 2
+    assert caplog.text.count(f"keys and values are not saved in {folder}: No space left on device") == 1
     assert_accounted(tier, folder)
     assert tier.write(block(1), content(1))
 
 
-def test_folder_that_vanishes_makes_blocks_absent_and_writes_fail(tier, folder):
+def test_folder_that_vanishes_makes_blocks_absent_and_is_made_again(tier, folder, caplog):
     tier.write(block(0), content(0))
     shutil.rmtree(folder)
     assert not tier.contains(block(0).key)
     assert tier.open(block(0)) is None
-    assert not tier.write(block(1), content(1))
     assert tier.bytes_used == 0
+    assert tier.write(block(1), content(1))
+    assert read(tier, block(1)) == content(1)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    shutil.rmtree(folder)
+    tier.clear()
+    assert caplog.text.count("was removed; it is made again") == 2
+
+
+def test_at_most_half_of_the_files_that_the_process_may_open_are_blocks(folder, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 5))
+    tier = DiskTier(folder, SIZES, MANY)
+    for number in range(3):
+        tier.write(block(number), content(number))
+    damaged, first, second = (path_of(folder, block(0)), tier.open(block(1)), tier.open(block(2)))
+    assert tier.open(block(0)) is None
+    assert read(tier, block(0)) is None
+    first.close()
+    first.close()
+    flip(damaged, 0)
+    assert tier.open(block(0)) is None  # damaged, and no place is lost by that
+    assert tier.open(block(3)) is None
+    with tier.open(block(1)):
+        assert tier.open(block(1)) is None
+    second.close()
 
 
 def write_and_hang(folder: Path, reached) -> None:
