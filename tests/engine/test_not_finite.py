@@ -133,7 +133,7 @@ def test_a_single_nan_in_any_layer_is_reported_for_every_text(tmp_path, part, ac
     """The NaN must not be lost in a softmax, an activation or a rounding."""
     write_sentence_transformer(tmp_path, hidden_act=activation)
     damage_weights(tmp_path, (5, 3), names=(f"layer.1.{part}.weight",))
-    checkpoint = replace(read_checkpoint(tmp_path), quantization=kind)
+    checkpoint = replace(read_checkpoint(tmp_path), quantization=kind, quantization_texts=tuple(SOUND))
     if native.kernel():
         engine = PrefillEngine.load(checkpoint)
         for computing in ("stack", "kernel"):
@@ -278,7 +278,7 @@ def database(engine, corpus, tmp_path_factory):
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_damaged_texts_do_not_affect_hits_of_their_batch(corpus, tmp_path, folder, dtype, kind):
-    checkpoint = replace(read_checkpoint(folder), quantization=kind)
+    checkpoint = replace(read_checkpoint(folder), quantization=kind, quantization_texts=tuple(SOUND))
     plain = PrefillEngine.load(checkpoint, dtype=dtype)
     build_database(plain, corpus, tmp_path / "a.db", OPTIONS)
     opened = AttentionDatabase.open(tmp_path / "a.db")

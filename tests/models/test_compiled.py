@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import attention_by, layers_output, random_sequences
+from core_models import attention_by, layers_output, random_sequences, random_text
 from families import CASES, FULL, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -22,10 +22,13 @@ from attncache_core.text.token_batch import pack, pack_shared
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
 
 # Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias,
-# norms before and after each half, and scores with distance terms.
-DEBERTAS = [name for name in CASES if name.startswith("deberta")]
-FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", *DEBERTAS]
+# norms before and after each half, and scores with both distance terms, and with either of them.
+FAMILIES = [
+    *("bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", "deberta-shared-buckets"),
+    *("deberta-few-positions-narrow-embeddings", "deberta-positions-to-content"),
+]
 LONGEST = 300
+TEXTS = tuple(random_text(np.random.default_rng(number), 40) for number in range(12))  # for calibration
 MODES = [("lasttoken",), ("mean",), ("weightedmean", "cls"), ("max", "mean_sqrt_len_tokens")]
 FLOAT32 = 1e-4
 # Where sums in another order change one level of a row, results differ by steps of levels.
@@ -44,11 +47,11 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[None, Quantization.INT8])
 def model(folder, request):
-    checkpoint = replace(read_checkpoint(folder), quantization=request.param)
+    checkpoint = replace(read_checkpoint(folder), quantization=request.param, quantization_texts=TEXTS)
     return request.param, load_model(checkpoint, torch.float32, reused_heads=(1, 0, 4))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(lengths=any_lengths, seed=st.integers(0, 100))
 @example([300, 20], 0)
 @example([30] * 12, 1)
@@ -79,7 +82,7 @@ def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
         assert (model.compiled_outputs is not None) == (case.compiled and not projects)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(lengths=any_lengths, seed=st.integers(0, 100), front=st.integers(0, 40), modes=st.sampled_from(MODES))
 def test_one_call_gives_the_outputs_of_the_layers_to_the_last_bit(model, lengths, seed, front, modes):
     loaded = model[1]

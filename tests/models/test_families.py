@@ -69,8 +69,6 @@ DROPPED = [
     DroppedLayers(attention=frozenset({2}), blocks=frozenset({0})),
 ]
 
-any_lengths = st.lists(st.one_of(st.integers(1, 24), st.sampled_from([31, 32, 80])), min_size=1, max_size=4)
-
 
 class Unpooled(Pooler):
     """Gives the states of all tokens."""
@@ -91,6 +89,15 @@ class LoadedFamily(Family):
         if tuple(ids) not in self.known:
             self.known[tuple(ids)] = self.reference.hidden(ids)
         return self.known[tuple(ids)]
+
+    def hidden_with(self, donor, reused, ids):
+        """Return the reference's hidden states with the donor's maps of the reused heads, as in a record."""
+        key = (tuple(donor), reused, tuple(ids))
+        if key not in self.known:
+            maps = rounded(self.reference.maps(donor))
+            heads = [(layer, head) for layer, count in enumerate(reused) for head in ORDERS[layer][:count]]
+            self.known[key] = self.reference.hidden_with_maps(ids, {at: maps[at] for at in heads})
+        return self.known[key]
 
     def model(self, reused=None, orders=None, dtype=torch.float32, dropped=NOTHING):
         """Load the packed model without pooling: its outputs are the last hidden states of all tokens."""
@@ -162,16 +169,15 @@ def assert_near(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-@settings(max_examples=4)
-@given(lengths=any_lengths)
-@example([80, 1, 17, 3, 17])
-def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(any_family, computing, lengths):
-    assert (any_family.model().stack is not None) == any_family.case.compiled
-    skip_what_kernel_computes(any_family.model(), computing)
-    sequences = random_sequences(lengths, seed=len(lengths))
-    with attention_by(computing):
-        found = last_hidden(any_family.model(), sequences)
-    assert_near(found, map(any_family.hidden, sequences), FLOAT32)
+def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(any_family, computing):
+    model = any_family.model()
+    assert (model.stack is not None) == any_family.case.compiled
+    skip_what_kernel_computes(model, computing)
+    for lengths in ([80, 1, 17, 3, 17, 32], [1]):
+        sequences = random_sequences(lengths, seed=len(lengths))
+        with attention_by(computing):
+            found = last_hidden(model, sequences)
+        assert_near(found, map(any_family.hidden, sequences), FLOAT32)
 
 
 @needs_bfloat16
@@ -184,7 +190,7 @@ def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     sequences=st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=20), min_size=2, max_size=8),
     max_rows=st.sampled_from([1, 6, 256]),
@@ -235,7 +241,7 @@ def test_heads_of_a_loaded_model_are_reused_as_if_it_was_loaded_with_them(family
 
 @pytest.mark.parametrize("dropped", DROPPED, ids=str)
 def test_a_model_without_some_layers_is_hugging_faces_with_them_bypassed(family, dropped):
-    sequences = random_sequences([9, 1, 30, 9])
+    sequences = random_sequences([9, 1, 30])
     found = last_hidden(family.model(dropped=dropped), sequences)
     expected = [family.reference.hidden_without(ids, dropped) for ids in sequences]
     assert_near(found, expected, FLOAT32)
@@ -247,40 +253,19 @@ def test_a_model_without_some_layers_is_hugging_faces_with_them_bypassed(family,
 
 @pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("reused", MASKS)
-def test_a_recorded_sequence_that_hits_itself_gives_the_full_models_output(family, tmp_path, reused):
-    sequences = random_sequences([7, 12, 7, 30])
-    full = family.model(orders=ORDERS)
-    served = donated(full, reused, sequences, sequences, tmp_path)
-    found = last_hidden(family.model(reused, ORDERS), sequences, served)
-    away = (torch.cat(found) - torch.cat(last_hidden(full, sequences))).abs().amax(dim=1)
-    # Rounding may route a token to another expert, which also changes the tokens that attend to this token.
-    assert away.quantile(0.8 if family.case.experts else 1.0) <= SIXTEEN_BITS
-
-
-@pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("reused", MASKS)
 def test_a_hit_has_its_donors_maps_in_the_masks_heads_and_its_own_in_the_others(family, tmp_path, reused):
-    sequences = random_sequences([9, 6, 9, 14], seed=1)
-    donors = random_sequences([9, 6, 9, 14], seed=2)
+    sequences = random_sequences([9, 6, 9, 14, 12], seed=1)
+    donors = random_sequences([9, 6, 9, 14, 12], seed=2)
     donors[2] = None
+    donors[4] = sequences[4]  # a sequence that hits itself has the outputs of the full model
     served = donated(family.model(orders=ORDERS), reused, sequences, donors, tmp_path)
     found = last_hidden(family.model(reused, ORDERS), sequences, served)
     for hidden, ids, donor in zip(found, sequences, donors, strict=True):
-        chosen = chosen_maps(family.reference, donor, reused) if donor else {}
-        expected = family.reference.hidden_with_maps(ids, chosen)
+        expected = family.hidden_with(donor, reused, ids) if donor else family.hidden(ids)
         torch.testing.assert_close(hidden, expected, atol=SIXTEEN_BITS, rtol=0)
-        # The donor is another sequence, and its maps change the output visibly.
-        assert not donor or abs(expected - family.hidden(ids)).max() > 10 * SIXTEEN_BITS
-
-
-def chosen_maps(reference, donor, reused):
-    """Return the donor's maps of the reused heads, rounded as in a record."""
-    maps = rounded(reference.maps(donor))
-    return {
-        (layer, head): maps[layer, head]
-        for layer, count in enumerate(reused)
-        for head in ORDERS[layer][:count]
-    }
+        away = abs(expected - family.hidden(ids)).max()
+        # The maps of another sequence change the output visibly.
+        assert away > 10 * SIXTEEN_BITS if donor not in (None, ids) else away <= SIXTEEN_BITS
 
 
 @pytest.fixture
@@ -399,7 +384,7 @@ def rows_behind(known, sequences):
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(cases=st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1)), min_size=1, max_size=4))
 @example([(30, 0.7), (17, 0.0), (80, 0.95), (5, 0.8)])
 @torch.inference_mode()
@@ -430,7 +415,10 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
     model = any_family.model()
     if not all(layer.attention_mask.is_causal for layer in model.layers):
         pytest.skip("only a causal model can continue a prefix")
-    skip_what_kernel_computes(model, computing)
+    if any_family.case in map(CASES.get, FULL):
+        skip_what_kernel_computes(model, computing)
+    elif computing != "stack":
+        pytest.skip("with one model of each kind of layer, it is tested in every way to compute")
     modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
     # With these seeds, the scores of the last chosen expert and the next one differ by 8e-5 or more. In a
     # tie, rounding decides which expert a token gets.
@@ -451,7 +439,7 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
         for opened in range(2):  # the second time, blocks come from disk
             disk = DiskTier(tmp_path / computing, layout.part_bytes, 2**24)
             store = KeyValueStore(layout, 2**24, transfers=Transfers(disk, 1000))
-            for batch in (slice(6, None), slice(6), slice(None), slice(None)):
+            for batch in (slice(None),) * 2 if opened else (slice(6, None), slice(6), *(slice(None),) * 2):
                 part = requests[batch]
                 result = run_continued(model, store, part, [4] * len(part))
                 assert_near(list(map(torch.from_numpy, result.outputs[:, None])), expected[batch], FLOAT32)

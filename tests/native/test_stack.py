@@ -95,7 +95,7 @@ def test_sequence_of_a_batch_is_the_sequence_alone_to_the_last_bit(stack, length
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths):
     sequences = sequences_of(lengths)
-    for threads in (1, 2, 4):
+    for threads in (1, 4):
         whole, counts = run(stack, sequences, threads)
         first, counts_of_first = run(stack, sequences, threads, layers=range(1))
         rest = range(1, LAYERS)
@@ -105,14 +105,13 @@ def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths):
         assert counts.map_rows == counts_of_first.map_rows + counts_of_rest.map_rows
 
 
-@pytest.mark.parametrize("hits", [0, 1])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, hits):
+def test_vectors_are_those_of_the_last_layers_rows(stack, lengths):
     ids = np.concatenate(sequences_of(lengths))
     offsets, skipped = np.concatenate(([0], np.cumsum(lengths))), np.minimum(3, np.array(lengths) - 1)
     rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
-    records = given_to(lengths[:hits])
-    for threads in (1, 2, 4):
+    for threads, hits in ((1, 1), (2, 0), (4, 1)):
+        records = given_to(lengths[:hits])
         states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
         pooled, _ = stack.vectors(rows, threads, reused_records(records))
         assert pooled.finite.all()
