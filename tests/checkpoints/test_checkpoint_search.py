@@ -36,18 +36,25 @@ def installed(tmp_path, monkeypatch, tiny_checkpoint):
 NOW, EARLIER = "0" * 40, "e" * 40
 
 
-@pytest.fixture
-def cached(tmp_path, monkeypatch, tiny_checkpoint):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory, tiny_checkpoint):
     """A Hugging Face cache with the tiny model as acme/hidden-encoder, and with other weights as its v1."""
-    repository = tmp_path / "hub/models--acme--hidden-encoder"
+    hub = tmp_path_factory.mktemp("hub")
+    repository = hub / "models--acme--hidden-encoder"
     snapshot = repository / "snapshots" / NOW
     shutil.copytree(tiny_checkpoint.folder, snapshot)
     write_sentence_transformer(repository / "snapshots" / EARLIER, seed=1)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(NOW, encoding="utf-8")
     (repository / "refs/v1").write_text(EARLIER, encoding="utf-8")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return snapshot
+    return hub
+
+
+@pytest.fixture
+def cached(cache, monkeypatch):
+    """The snapshots of acme/hidden-encoder in the cache that is used."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    return cache / "models--acme--hidden-encoder/snapshots"
 
 
 def test_folder_is_used_directly(tiny_checkpoint):
@@ -88,10 +95,7 @@ def test_package_of_another_name_is_not_used(name):
 )
 def test_revision_in_the_cache_is_a_branch_a_tag_or_a_commit(cached, revision, commit):
     found = find_checkpoint("acme/hidden-encoder", revision)
-    assert (found.folder.resolve(), found.source) == (
-        (cached.parent / commit).resolve(),
-        "Hugging Face cache",
-    )
+    assert (found.folder.resolve(), found.source) == ((cached / commit).resolve(), "Hugging Face cache")
     assert (found.revision, found.commit) == (revision, commit)
 
 

@@ -23,7 +23,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.token_batch import pack
 
-MASKS = ["all", "layers:1", "5", "11"]
+MASKS = ["all", "layers:1", "5"]
 LAYERS, HEADS, WIDTH, HIDDEN, INNER = 3, 4, 8, 32, 64
 
 
@@ -116,9 +116,9 @@ class CountedKernel:
         cells[memory.data_ptr()][tokens, heads] += 1
 
 
-@pytest.mark.parametrize("kind", ["hits", "misses", "both"])
+@pytest.mark.parametrize("kind", ["hits", "both"])
 def test_kernel_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, monkeypatch):
-    sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
+    sequences = {"hits": hits, "both": [*misses, *hits]}[kind]
     with attention_by("kernel"):
         counted = CountedKernel(native.kernel())
         monkeypatch.setattr(native, "kernel", lambda: counted)
@@ -160,9 +160,9 @@ def numbers_of_maps(events):
     return sum(n * heads * length**2 for n, heads, length, _ in shapes)
 
 
-@pytest.mark.parametrize("kind", ["hits", "misses", "both"])
+@pytest.mark.parametrize("kind", ["hits", "both"])
 def test_operators_of_attention_compute_no_reused_head_of_a_hit(engine, hits, misses, kind):
-    sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
+    sequences = {"hits": hits, "both": [*misses, *hits]}[kind]
     with attention_by("operators"):
         events, hit = profiled(engine, sequences)
     squares = np.array([len(ids) for ids in sequences]) ** 2
@@ -201,11 +201,11 @@ def test_matrix_products_of_a_hit_have_no_rows_of_reused_q_and_k(engine, hits, m
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", ["hits", "misses", "both"])
+@pytest.mark.parametrize("kind", ["hits", "both"])
 def test_the_stack_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, monkeypatch):
     if engine.model.stack is None:
         pytest.skip("the model has no compiled stack on this processor")
-    sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
+    sequences = {"hits": hits, "both": [*misses, *hits]}[kind]
     noted, run_job = [], CompiledStack._run_job
 
     def noting(*arguments):

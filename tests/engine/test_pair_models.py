@@ -60,23 +60,25 @@ def cross_encoder(folder, **how):
     return CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32}, **how)
 
 
+@pytest.fixture(scope="module", params=CROSS_ENCODERS)
+def published(request, tmp_path_factory):
+    """The folder of a cross-encoder, and the scores of sentence-transformers by activation; None: its own."""
+    folder = CROSS_ENCODERS[request.param](tmp_path_factory.mktemp("models") / request.param)
+    theirs, pairs = cross_encoder(folder, max_length=40), [(QUERY, document) for document in DOCUMENTS]
+    activations = {None: None, "identity": torch.nn.Identity(), "sigmoid": torch.nn.Sigmoid()}
+    return folder, {name: theirs.predict(pairs, activation_fn=made) for name, made in activations.items()}
+
+
 @pytest.mark.parametrize("computing", COMPUTING)
-@pytest.mark.parametrize("write", CROSS_ENCODERS.values(), ids=CROSS_ENCODERS)
-def test_cross_encoder_scores_pairs_as_sentence_transformers_does(tmp_path, write, computing):
-    folder = write(tmp_path / "model")
-    theirs = cross_encoder(folder, max_length=40)
-    pairs = [(QUERY, document) for document in DOCUMENTS]
+def test_cross_encoder_scores_pairs_as_sentence_transformers_does(published, computing):
+    folder, expected = published
     with attention_by(computing):
         engine = load(folder, max_tokens=40)
-        found = {
-            name: engine.rerank(QUERY, DOCUMENTS, activation=name) for name in (None, "identity", "sigmoid")
-        }
+        for name, scores in expected.items():
+            found = engine.rerank(QUERY, DOCUMENTS, activation=name)
+            np.testing.assert_allclose(found, scores, atol=FLOAT32)
         with pytest.raises(InvalidInput, match="documents must be a list"):
             engine.rerank(QUERY, DOCUMENTS[0])
-    np.testing.assert_allclose(found[None], theirs.predict(pairs), atol=FLOAT32)
-    for name, function in {"identity": torch.nn.Identity(), "sigmoid": torch.nn.Sigmoid()}.items():
-        expected = theirs.predict(pairs, activation_fn=function)
-        np.testing.assert_allclose(found[name], expected, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("changes", [{}, {"type_vocab_size": 2}, DEBERTA_WITH_TYPES], ids=str)
@@ -86,25 +88,27 @@ def test_types_of_deberta_reach_its_embeddings(tmp_path, changes):
     np.testing.assert_allclose(load(folder).rerank(QUERY, DOCUMENTS), expected, atol=FLOAT32)
 
 
-def test_a_pair_is_not_the_text_with_the_same_token_ids(tmp_path):
-    engine = load(write_ms_marco_minilm(tmp_path))
-    (pair,) = engine.tokenize([("my card", "was stolen")])
-    of_pair, of_text = engine.run(engine.requests([pair, pair.ids])).outputs[:, 0]
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory):
+    return load(write_ms_marco_minilm(tmp_path_factory.mktemp("minilm")))
+
+
+def test_a_pair_is_not_the_text_with_the_same_token_ids(minilm):
+    (pair,) = minilm.tokenize([("my card", "was stolen")])
+    of_pair, of_text = minilm.run(minilm.requests([pair, pair.ids])).outputs[:, 0]
     assert abs(of_pair - of_text) > 1e-2
 
 
-def test_a_pair_alone_is_the_pair_in_a_batch_with_texts(tmp_path):
-    engine = load(write_ms_marco_minilm(tmp_path))
-    sequences = engine.tokenize(["my card", ("my card", "was lost"), "when", ("", "the bank ?")])
-    together = engine.run(engine.requests(sequences)).outputs
-    alone = [engine.run(engine.requests([ids])).outputs[0] for ids in sequences]
+def test_a_pair_alone_is_the_pair_in_a_batch_with_texts(minilm):
+    sequences = minilm.tokenize(["my card", ("my card", "was lost"), "when", ("", "the bank ?")])
+    together = minilm.run(minilm.requests(sequences)).outputs
+    alone = [minilm.run(minilm.requests([ids])).outputs[0] for ids in sequences]
     np.testing.assert_allclose(together, alone, atol=FLOAT32)
 
 
 @needs_bfloat16
-def test_sixteen_bit_and_eight_bit_scores_are_near(tmp_path):
-    checkpoint = read_checkpoint(write_ms_marco_minilm(tmp_path))
-    exact = PrefillEngine.load(checkpoint, dtype="float32").rerank(QUERY, DOCUMENTS)
+def test_sixteen_bit_and_eight_bit_scores_are_near(minilm):
+    checkpoint, exact = minilm.checkpoint, minilm.rerank(QUERY, DOCUMENTS)
     half = PrefillEngine.load(checkpoint, dtype="bfloat16").rerank(QUERY, DOCUMENTS)
     quantized = replace(checkpoint, quantization=Quantization.INT8)
     eighth = PrefillEngine.load(quantized, dtype="float32").rerank(QUERY, DOCUMENTS)
@@ -161,8 +165,8 @@ def test_model_without_a_single_class_scores_no_pairs(tmp_path):
     np.testing.assert_allclose(logits, expected, atol=FLOAT32)
 
 
-def test_no_documents_have_no_scores(tmp_path):
-    assert load(write_ms_marco_minilm(tmp_path)).rerank(QUERY, []).shape == (0,)
+def test_no_documents_have_no_scores(minilm):
+    assert minilm.rerank(QUERY, []).shape == (0,)
 
 
 # Qwen3-Reranker, as its model card computes scores.
@@ -357,12 +361,12 @@ def test_model_without_entailment_takes_no_labels(tmp_path):
     assert refused.value.field == "labels"
 
 
-@pytest.mark.parametrize("template", ["no place", "{} and {}", "{query} {document}", "{0}"])
-def test_hypothesis_template_without_exactly_one_place_is_refused(tmp_path, template):
+def test_hypothesis_template_without_exactly_one_place_is_refused(tmp_path):
     engine = load(write_deberta_v3(tmp_path, **NLI))
-    with pytest.raises(InvalidInput, match="hypothesis_template must hold") as refused:
-        engine.decisions.zero_shot(LABELS, template)
-    assert refused.value.field == "hypothesis_template"
+    for template in ("no place", "{} and {}", "{query} {document}", "{0}"):
+        with pytest.raises(InvalidInput, match="hypothesis_template must hold") as refused:
+            engine.decisions.zero_shot(LABELS, template)
+        assert refused.value.field == "hypothesis_template"
 
 
 def test_hypothesis_that_leaves_no_room_is_refused(tmp_path):

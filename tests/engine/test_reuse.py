@@ -37,7 +37,7 @@ from attncache_core.reuse.plan import Outcome
 from attncache_core.text.prompts import SequencePlan
 from attncache_core.text.token_batch import pack
 
-MASKS = ["all", "layers:0", "layers:1-2", "layers:0,2", "1", "5", "11"]
+MASKS = ["all", "layers:0,2", "1", "5", "11"]
 # The lengths with records in the tiny database.
 RECORDED = range(5, 11)
 
@@ -179,12 +179,9 @@ def test_hits_misses_and_not_searched_sequences_in_one_batch(engines, recorded, 
     np.testing.assert_allclose(result.outputs[3], expected[3], atol=SIXTEEN_BITS)
 
 
-@pytest.mark.parametrize("heads", MASKS)
-def test_a_threshold_above_one_gives_no_search_and_the_full_models_output(
-    engines, recorded, tiny_reference, heads
-):
+def test_a_threshold_above_one_gives_no_search_and_the_full_models_output(engines, recorded, tiny_reference):
     sequences = some_of_each(recorded, 1)
-    result = prefill(engines(heads, threshold=1.001), sequences)
+    result = prefill(engines("5", threshold=1.001), sequences)
     assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
 

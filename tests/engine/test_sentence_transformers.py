@@ -29,10 +29,9 @@ def assert_same_embeddings(checkpoint, sentences):
     np.testing.assert_allclose(ours, theirs, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("include_prompt", [True, False], ids=["with-prompt", "without-prompt"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_pooling_mode(tmp_path, mode, include_prompt):
-    pooling = {"pooling_mode": mode, "include_prompt": include_prompt}
+def test_every_pooling_mode(tmp_path, mode):
+    pooling = {"pooling_mode": mode, "include_prompt": True}
     folder = write_sentence_transformer(tmp_path, pooling, prompts=ASKING, normalize=False)
     assert_same_embeddings(read_checkpoint(folder), texts()[1:])
 
@@ -101,5 +100,5 @@ def tiny_sentence_transformer(tiny_checkpoint):
 
 
 def test_default_model(default_checkpoint):
-    sentences = [sentence.text for sentence in default_corpus()[::150]]
+    sentences = [sentence.text for sentence in default_corpus()[::300]]
     assert_same_embeddings(default_checkpoint, [*sentences, " ".join(sentences * 3)])

@@ -32,19 +32,24 @@ def read(engine, texts):
     return result.token_states, result
 
 
-@pytest.mark.parametrize("computing", COMPUTING)
-@pytest.mark.parametrize("write", FAMILIES.values(), ids=FAMILIES)
-def test_states_are_the_token_embeddings_of_sentence_transformers(tmp_path, write, computing):
-    folder = write(tmp_path / "model")
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    """An engine, the states of all tokens by sentence-transformers, and the side where these are padded."""
+    folder = FAMILIES[request.param](tmp_path_factory.mktemp("models") / request.param)
     theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
-    expected = theirs.encode(TEXTS, output_value="token_embeddings", prompt="")
+    states = theirs.encode(TEXTS, output_value="token_embeddings", prompt="")
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    return engine, states, theirs.tokenizer.padding_side
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+def test_states_are_the_token_embeddings_of_sentence_transformers(model, computing):
+    engine, expected, padding_side = model
     with attention_by(computing):
-        engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
         found, result = read(engine, TEXTS)
-    for states, prefix_key in zip(found, expected, strict=True):
-        # Theirs are padded at the front or at the end, as the model's tokenizer pads.
-        tokens = prefix_key.numpy()
-        tokens = tokens[-len(states) :] if theirs.tokenizer.padding_side == "left" else tokens[: len(states)]
+    for states, padded in zip(found, expected, strict=True):
+        tokens = padded.numpy()
+        tokens = tokens[-len(states) :] if padding_side == "left" else tokens[: len(states)]
         np.testing.assert_allclose(states, tokens, atol=FLOAT32)
     outputs = engine.run(engine.requests(engine.tokenize(TEXTS))).outputs
     np.testing.assert_allclose(result.outputs, outputs, atol=FLOAT32)

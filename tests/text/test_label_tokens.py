@@ -153,7 +153,7 @@ labels_of_words = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(labels_of_words, st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_label_has_the_same_score_alone_and_among_any_other_labels(engine, oracle, labels, lengths):
     random = np.random.default_rng(len(labels))
