@@ -10,6 +10,7 @@ from kernel_formulas import library
 
 from attncache_core import native
 from attncache_core.native import attention_kernel
+from attncache_core.native.products import MatrixKind, has_pairs
 
 
 @pytest.fixture(scope="module", params=attention_kernel.levels())
@@ -17,6 +18,14 @@ def kernel(request):
     if not library(request.param).is_file():
         pytest.skip("this level was not built")
     return native.AttentionKernel(request.param, library(request.param))
+
+
+@pytest.fixture(scope="module", params=MatrixKind)
+def kind(kernel, request):
+    """Each kind of packed matrix that the level multiplies."""
+    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
+        pytest.skip("this level does not multiply pairs of bfloat16")
+    return request.param
 
 
 @pytest.fixture(scope="session")

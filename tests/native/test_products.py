@@ -22,13 +22,6 @@ activations = st.sampled_from([None, *ACTIVATIONS])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(scope="module", params=MatrixKind)
-def kind(kernel, request):
-    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
-        pytest.skip("this level does not multiply pairs of bfloat16")
-    return request.param
-
-
 def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

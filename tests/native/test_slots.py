@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_stacks import ALL_LAYERS, FORMS, PLACES, REUSED, Form, made_ids, made_stack
 
-from attncache_core.native.products import MatrixKind, has_pairs
 from attncache_core.native.stack import KeyValueSlots, StackRows
 
 LAYERS = len(REUSED)
@@ -27,11 +26,9 @@ def form(request):
     return FORMS_OF_DECODERS[request.param]
 
 
-@pytest.fixture(scope="module", params=MatrixKind)
-def stack(kernel, form, request):
-    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
-        pytest.skip("this level does not multiply pairs of bfloat16")
-    return made_stack(kernel.library, form, request.param, reused=(0,) * LAYERS)
+@pytest.fixture(scope="module")
+def stack(kernel, form, kind):
+    return made_stack(kernel.library, form, kind, reused=(0,) * LAYERS)
 
 
 class Blocks:

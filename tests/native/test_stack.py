@@ -31,7 +31,6 @@ from made_stacks import (
 
 from attncache_core import native
 from attncache_core.native.pooling import pool_states
-from attncache_core.native.products import MatrixKind, has_pairs
 from attncache_core.native.stack import StackRows
 
 LAYERS = len(REUSED)
@@ -47,22 +46,15 @@ def form(request):
     return FORMS[request.param]
 
 
-@pytest.fixture(scope="module", params=MatrixKind)
-def stack(kernel, form, request):
-    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
-        pytest.skip("this level does not multiply pairs of bfloat16")
-    return made_stack(kernel.library, form, request.param)
+@pytest.fixture(scope="module")
+def stack(kernel, form, kind):
+    return made_stack(kernel.library, form, kind)
 
 
-@pytest.fixture(scope="module", params=MatrixKind)
-def refitted_stacks(kernel, form, request):
+@pytest.fixture(scope="module")
+def refitted_stacks(kernel, form, kind):
     """Stacks that differ in their refitted weights: without, beside their own, instead of their own."""
-    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
-        pytest.skip("this level does not multiply pairs of bfloat16")
-    return [
-        made_stack(kernel.library, form, request.param, refitted=where)
-        for where in (None, "beside", "instead")
-    ]
+    return [made_stack(kernel.library, form, kind, refitted=where) for where in (None, "beside", "instead")]
 
 
 def sequences_of(lengths):
