@@ -118,11 +118,12 @@ def run(folder, name, manner, settings):
     (folder / name).mkdir()
     tempfile.tempdir = str(folder / name)
     if manner == "command":
-        if settings.get("forks_builder"):
+        if texts := settings.get("builds"):
             # Little is built, and not at the lowest priority, because a test waits for it.
-            corpus = default_corpus()[:400]
+            corpus = default_corpus()[:texts]
             default.default_corpus = lambda: corpus
-            default.build_database = partial(build_database, options=BuildOptions(training_steps=20))
+            options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=20)
+            default.build_database = partial(build_database, options=options)
             rebuild._LOWEST_PRIORITY = 0
             builder = ForkedBuilder()
             rebuild.subprocess = SimpleNamespace(
