@@ -23,7 +23,7 @@ from service.web import connection
 from service.web.call import TIMEOUT_HEADER
 
 # Examples are not shrunk, because each one waits for connections that never end.
-FUZZED = settings(max_examples=settings.default.max_examples // 5, phases=[Phase.generate])
+FUZZED = settings(max_examples=settings.default.max_examples // 10, phases=[Phase.generate])
 # Long enough for what is sent at once, and short enough to wait for what never ends.
 SECONDS = 0.3
 LIMITS = {f"{what}_seconds": SECONDS for what in ("header", "body", "write", "keep_alive")}

@@ -206,17 +206,22 @@ async def test_template_is_refused_where_labels_are_not_scored_by_their_tokens(l
 
 
 @pytest.fixture(scope="module")
-def databases(folder, tmp_path_factory):
-    """Databases of the same prompts: a budget for decisions among SINGLE, and for outputs. All texts hit."""
+def engines(folder, tmp_path_factory):
+    """By their budget, for decisions among SINGLE or for outputs: engines with databases of the same prompts.
+
+    All texts hit.
+    """
     random = np.random.default_rng(5)
     texts = sorted({*TEXTS, *(random_text(random, int(words)) for words in random.integers(1, 7, size=40))})
     corpus = [CorpusSentence(text, text) for text in texts]
     options = BuildOptions(heads="all", threshold=0.9, prototypes=0, training_steps=3)
-    built = {}
+    made = {}
     for measure, labels in ((Measure.AGREEMENT, SINGLE), (Measure.COSINE, [])):
-        built[measure] = tmp_path_factory.mktemp("databases") / measure
-        build_database(load(folder, labels), corpus, built[measure], options)
-    return built
+        plain, built = load(folder, labels), tmp_path_factory.mktemp("databases") / measure
+        build_database(plain, corpus, built, options)
+        database = AttentionDatabase.open(built)
+        made[measure] = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+    return made
 
 
 @pytest.mark.parametrize(
@@ -231,10 +236,7 @@ def databases(folder, tmp_path_factory):
         (Measure.COSINE, {"labels": SINGLE, "template": "{} It was"}, "0/3"),
     ],
 )
-async def test_requests_reuse_only_what_the_budget_was_measured_for(folder, databases, measure, body, hits):
-    plain = load(folder, SINGLE if measure is Measure.AGREEMENT else [])
-    database = AttentionDatabase.open(databases[measure])
-    engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
-    async with serving(engine) as client:
+async def test_requests_reuse_only_what_the_budget_was_measured_for(engines, measure, body, hits):
+    async with serving(engines[measure]) as client:
         response = await client.post("/classify", json={"inputs": TEXTS} | body)
     assert response.headers["X-AttnCache-Hits"] == hits
