@@ -27,9 +27,11 @@ from service.bulk.rows import open_rows
 ROWS_PER_CHUNK = 8
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", ROWS_PER_CHUNK)
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_ROWS", ROWS_PER_CHUNK)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +247,12 @@ def test_labels_are_scored_by_their_tokens(folder, tmp_path, source, texts, labe
 # Stopping and continuing.
 
 
-@pytest.fixture
-def whole(tiny_checkpoint, tmp_path, source):
+@pytest.fixture(scope="module")
+def whole(tiny_checkpoint, texts, tmp_path_factory):
     """The output of a run that nobody stopped."""
-    output = tmp_path / "texts-whole.npy"
+    folder = tmp_path_factory.mktemp("whole")
+    source, output = folder / "texts.txt", folder / "out.npy"
+    source.write_text("\n".join(texts) + "\n", encoding="utf-8")
     succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
     return output.read_bytes()
 

@@ -205,11 +205,7 @@ async def test_deleted_keys_and_values_are_computed_again(folder):
         response = await client.post("/embed", json={"inputs": TEXT})
     assert dropped == {"blocks": before["memory"]["blocks"]}
     assert before["memory"]["blocks"] > 0
-    assert (after["memory"]["blocks"], after["memory"]["bytes"], after["memory"]["pinned_blocks"]) == (
-        0,
-        0,
-        0,
-    )
+    assert [after["memory"][name] for name in ("blocks", "bytes", "pinned_blocks")] == [0, 0, 0]
     assert after["evicted_blocks"]["memory"] == {"full": 0, "cleared": before["memory"]["blocks"]}
     assert cached(response)[0] == 0
 
@@ -371,16 +367,6 @@ async def test_bidirectional_model_says_why_it_stores_nothing(tmp_path):
     assert "attention is bidirectional" in info["key_values_off"]
 
 
-async def test_info_shows_the_store_of_a_causal_model(folder):
-    async with serving(load(folder)) as client:
-        await client.post("/embed", json={"inputs": [TEXT, OTHER]})
-        info = (await client.get("/info")).json()
-    assert info["key_values_off"] is None
-    assert info["key_values"]["lookups"] == 2
-    assert info["key_values"]["stored_blocks"] == info["key_values"]["memory"]["blocks"] > 0
-    assert info["key_values"]["disk"] is None
-
-
 NEW_METRICS = [
     *(("attncache_tokens_total", state) for state in ("asked", "cached", "computed")),
     *((f"attncache_kv_{name}", tier) for name in ("bytes", "max_bytes") for tier in ("memory", "disk")),
@@ -396,7 +382,7 @@ NEW_METRICS = [
 ]
 
 
-async def test_metrics_follow_a_scripted_trace(folder):
+async def test_metrics_and_info_follow_a_scripted_trace(folder):
     engine = load(folder)
     first, second = engine.tokenize([TEXT, OTHER])
     shared = next(index for index, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)
@@ -404,23 +390,26 @@ async def test_metrics_follow_a_scripted_trace(folder):
         before = samples((await client.get("/metrics")).text)
         # Computes the shared prefix once, then gives all of it, then computes all of it.
         await client.post("/embed", json={"inputs": [TEXT, OTHER]})
-        shown = cached(await client.post("/embed", json={"inputs": [TEXT, OTHER]}))
+        again = cached(await client.post("/embed", json={"inputs": [TEXT, OTHER]}))
         await client.post("/embed", json={"inputs": TEXT}, headers={"X-AttnCache-Reuse": "off"})
         after = samples((await client.get("/metrics")).text)
         stats = await succeeded(client.get("/cache/stats"))
+        info = await succeeded(client.get("/info"))
         await client.delete("/cache")
         cleared = samples((await client.get("/metrics")).text)
-    assert {
-        name: before[name] for name in NEW_METRICS if name[0] != "attncache_kv_max_bytes"
-    } == dict.fromkeys([name for name in NEW_METRICS if name[0] != "attncache_kv_max_bytes"], 0.0)
+    assert [name for name in NEW_METRICS if before[name] and name[0] != "attncache_kv_max_bytes"] == []
     tokens = len(first) + len(second)
-    assert shown == (tokens, tokens)
+    assert again == (tokens, tokens)
     asked, reused, computed = (after["attncache_tokens_total", s] for s in ("asked", "cached", "computed"))
     assert asked == 2 * tokens + len(first)
     assert reused == tokens
     assert computed == tokens - shared + len(first)
     assert asked == reused + shared + computed
-    assert stats["lookups"] == 4
+    assert info["key_values_off"] is None
+    shown = info["key_values"]
+    assert stats["lookups"] == shown["lookups"] == 4
+    assert stats["stored_blocks"] == shown["stored_blocks"] == shown["memory"]["blocks"]
+    assert shown["disk"] is None
     assert (stats["asked_tokens"], stats["given_tokens"]) == (2 * tokens, tokens)
     # Each block was given once: the blocks of the shared prefix are the same for both texts.
     assert after["attncache_kv_blocks_given_total", "memory"] == stats["stored_blocks"]
