@@ -216,7 +216,7 @@ def test_hidden_or_paused_page_asks_for_nothing(browser, url):
         assert page.text("#state") == "paused"
         page.run(AFTER_THE_LAST_POLL)
         before = len(page.requested())
-        page.run(AFTER_A_POLL)
+        page.run(AFTER_TWO_POLLS)
         assert len(page.requested()) == before
         page.click("#pause")
         page.wait("document.getElementById('state').textContent === 'live'")
@@ -226,14 +226,14 @@ def test_hidden_or_paused_page_asks_for_nothing(browser, url):
         )
         page.run(AFTER_THE_LAST_POLL)
         before = len(page.requested())
-        page.run(AFTER_A_POLL)
+        page.run(AFTER_TWO_POLLS)
         assert len(page.requested()) == before
         page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         wait_until(lambda: len(page.requested()) > before)
 
 
 AFTER_THE_LAST_POLL = "new Promise((resolve) => setTimeout(resolve, 500))"
-AFTER_A_POLL = "new Promise((resolve) => setTimeout(resolve, 1100))"
+AFTER_TWO_POLLS = "new Promise((resolve) => setTimeout(resolve, 1600))"
 
 
 def test_page_asks_for_a_key_and_forgets_it(browser, engine):
