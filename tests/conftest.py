@@ -9,7 +9,7 @@ import pytest
 from core_decoders import write_llama
 from core_models import random_text, write_model, write_sentence_transformer
 from family_reference import FamilyReference
-from forked_peer import forked_peers  # noqa: F401 - a fixture
+from forked_peer import forked_peers, hide_libraries  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 from recorded import recorded  # noqa: F401 - a fixture
 

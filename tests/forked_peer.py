@@ -49,6 +49,20 @@ class ForkedPeer:
 
 
 @pytest.fixture
+def hide_libraries(tmp_path, monkeypatch):
+    """Return a function that hides libraries from new processes, whether they are installed or not."""
+
+    def hide(*names):
+        for name in names:
+            (tmp_path / f"{name}.py").write_text(
+                f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
+            )
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return hide
+
+
+@pytest.fixture
 def forked_peers(monkeypatch):
     """Start the processes of peers in milliseconds."""
     forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPeer})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from forked import fresh
 from raw_http import served
 
 from attncache_core import AttnCacheError, InvalidInput
@@ -369,33 +370,33 @@ def test_error_without_aiohttp_names_the_remedy(texts_file: Path, monkeypatch: p
     assert "pip install -e '.[bench]'" in line
 
 
+def run_in_the_foreground(arguments: list[str], shown: Path, logged: Path) -> None:
+    """Run the command with its output in files. A process of a test may ignore the signal of Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, path in ((1, shown), (2, logged)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    main(arguments)
+
+
 def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path, tmp_path: Path) -> None:
-    report_file = tmp_path / "report.json"
-    # A process that a shell starts in the background ignores the signal by default.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"{heeding}; from benchmarks.__main__ import main; main()"
+    report_file, shown, logged = (tmp_path / name for name in ("report.json", "shown", "logged"))
+    loads = ["--clients", "2", "--batch", "1", "--batch", "2", "--total", "30", "--warmup", "0"]
     with fake_server() as server:
         # The second load is slow, so that the interrupt arrives before the load ends.
         server.pause = lambda: time.sleep(0.2 if len(server.requests) > 30 else 0)
-        arguments = ["--url", server.url, "--texts", str(texts_file), "--json", str(report_file)]
-        loads = ["--clients", "2", "--batch", "1", "--batch", "2", "--total", "30", "--warmup", "0"]
-        with subprocess.Popen(
-            [sys.executable, "-c", program, "http", *arguments, *loads],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as started:
-            try:
-                while sum(len(body.get("inputs", ())) == 2 for _, body, _ in server.requests) < 6:
-                    assert started.poll() is None
-                    time.sleep(0.005)
-                started.send_signal(signal.SIGINT)
-                shown, logged = started.communicate(timeout=30)
-            finally:
-                started.kill()
-    assert started.returncode == 130
-    assert "Traceback" not in logged
-    assert "interrupted" in shown
+        arguments = ["http", "--url", server.url, "--texts", str(texts_file), "--json", str(report_file)]
+        started = fresh(run_in_the_foreground, [*arguments, *loads], shown, logged)
+        try:
+            while sum(len(body.get("inputs", ())) == 2 for _, body, _ in server.requests) < 6:
+                assert started.exitcode is None
+                time.sleep(0.005)
+            os.kill(started.pid, signal.SIGINT)
+            started.join(30)
+        finally:
+            started.kill()
+    assert started.exitcode == 130
+    assert "Traceback" not in logged.read_text()
+    assert "interrupted" in shown.read_text()
     report = json.loads(report_file.read_text(encoding="utf-8"))
     assert report["interrupted"] is True
     whole, part = report["rows"]

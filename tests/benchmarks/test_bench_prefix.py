@@ -13,11 +13,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from attncache_core import PrefillEngine, find_checkpoint
 from benchmarks.__main__ import main
+from benchmarks.commands import prefix as command
+from benchmarks.measuring import prefix
 from benchmarks.measuring.few_shot import distinct_prompts, mmlu_prompts, shared_prefixes, synthetic_prompts
 from benchmarks.measuring.prefix import RECOMPUTED, Method, OnDisk, Recomputed, Warm, methods
 from benchmarks.measuring.prefix_peers import PREFIX_PEERS
 from benchmarks.measuring.stores import alternating, drop_from_page_cache, open_store, read_bytes_per_second
-from benchmarks.papers.mmlu import Question
+from benchmarks.papers.mmlu import Question, read_questions
 
 METHODS = [
     RECOMPUTED,
@@ -41,11 +43,19 @@ def run(*arguments: object):
 
 
 @pytest.mark.usefixtures("forked_peers")
-def test_command_reports_every_method_and_a_peer_alone_and_in_batches(tiny_llama, tmp_path):
+def test_command_reports_every_method_and_each_peer_that_is_installed_alone_and_in_batches(
+    tiny_llama, tmp_path, hide_libraries
+):
+    hide_libraries("llama_cpp", "gguf")
+    (tmp_path / "here").mkdir()
     file = tmp_path / "report.json"
     options = ("--prefix-tokens", 40, "--text-tokens", 9, "--batch", 4, "--memory-bytes", 1 << 20)
-    options += ("--peer", "transformers")
-    shown = succeeded(run("--model", tiny_llama, *options, "--folder", tmp_path, "--json", file))
+    options += ("--peer", "transformers", "--peer", "llama.cpp", "--folder", tmp_path / "here")
+    result = run("--model", tiny_llama, *options, "--json", file)
+    assert "llama.cpp cache fp32 is left out" in result.stderr
+    assert "pip install llama-cpp-python gguf" in result.stderr
+    shown = succeeded(result)
+    assert "llama.cpp" not in shown
     report = json.loads(file.read_text("utf-8"))
     assert report["machine"]["threads"] == 1
     assert report["machine"]["dtype"] == "float32"
@@ -81,26 +91,50 @@ def test_command_reports_every_method_and_a_peer_alone_and_in_batches(tiny_llama
     assert all(method in shown for method in (*METHODS, peer))
     assert "The disk was read at" in shown
     assert "Storing batches of 4 that share nothing took" in shown
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_prompts_of_a_file_are_measured(tiny_llama, tmp_path):
+class Measured(Exception):
+    """What a command would measure: the rounds and the sizes of batches."""
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Raise Measured in the place of a measurement."""
+
+    def measure(_methods, rounds, sizes, _report):
+        raise Measured(rounds, sizes)
+
+    monkeypatch.setattr(prefix, "measure", measure)
+    monkeypatch.setattr(command, "read_bytes_per_second", lambda _: 1.0)
+    monkeypatch.setattr(command, "measured_prefill_speed", lambda _: 1.0)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_prompts_of_a_file_are_measured(engine, tiny_llama, tmp_path):
     file = tmp_path / "prompts.txt"
     examples = "the parcel is late, the answer is delivery; " * 3
-    file.write_text("".join(f"{examples}question {number}\n" for number in range(8)), encoding="utf-8")
-    shown = succeeded(run("--model", tiny_llama, "--prompts", file, "--batch", 2))
-    assert "in batches of 2" in shown
+    prompts = [f"{examples}question {number}" for number in range(9)]
+    file.write_text("\n".join(prompts), encoding="utf-8")
+    measured = run("--model", tiny_llama, "--prompts", file, "--batch", 2).exception
+    assert isinstance(measured, Measured)
+    tokens = engine.tokenize(prompts)
+    assert measured.args == ([tokens[:4], tokens[4:8]], [1, 2])
 
 
-def test_mmlu_prompts_are_measured(tiny_llama, tmp_path):
+@pytest.mark.usefixtures("unmeasured")
+def test_mmlu_prompts_are_measured(engine, tiny_llama, tmp_path):
     rows = [f"history\tWho was {name}?\ta\tb\tc\td\tA" for name in "abcdefghi"]
     for name in ("dev", "test"):
         table = ["subject\tquestion\tA\tB\tC\tD\tanswer", *rows]
         (tmp_path / f"{name}.tsv").write_text("\n".join(table) + "\n", encoding="utf-8")
     tables = ("--mmlu-dev", tmp_path / "dev.tsv", "--mmlu-test", tmp_path / "test.tsv")
-    shown = succeeded(run("--model", tiny_llama, *tables, "--shots", 1, "--batch", 1))
-    assert "each alone" in shown
-    assert "in batches" not in shown
+    measured = run("--model", tiny_llama, *tables, "--shots", 1, "--batch", 1).exception
+    assert isinstance(measured, Measured)
+    rounds, sizes = measured.args
+    questions = read_questions(str(tmp_path / "test.tsv"))
+    prompts = engine.tokenize(mmlu_prompts(questions, questions, 2, 1))
+    assert (rounds, sizes) == ([prompts[:4], prompts[4:8]], [1])
     assert_one_line(run("--model", tiny_llama, *tables[:2]), "--mmlu-dev")
 
 
@@ -245,17 +279,3 @@ def test_llama_cpp_runs_the_same_model(rope, tmp_path):
         found = peer.embed_tokens(texts)
         # llama.cpp keeps keys and values in 16 bits.
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
-
-
-@pytest.mark.usefixtures("forked_peers")
-def test_peer_without_its_library_is_left_out_with_the_remedy(tiny_llama, tmp_path, monkeypatch):
-    for name in ("llama_cpp", "gguf"):
-        (tmp_path / f"{name}.py").write_text(
-            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
-        )
-    monkeypatch.syspath_prepend(tmp_path)
-    options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "llama.cpp")
-    result = run("--model", tiny_llama, *options)
-    assert "llama.cpp cache fp32 is left out" in result.stderr
-    assert "pip install llama-cpp-python gguf" in result.stderr
-    assert "llama.cpp" not in succeeded(result)

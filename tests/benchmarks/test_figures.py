@@ -1,7 +1,9 @@
 """`benchmarks figures` writes figures into pages, continues, and changes no page when a command fails."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -21,10 +23,23 @@ def folders(tmp_path) -> Folders:
     return Folders(tmp_path, tmp_path / "results")
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run the commands of figures in this process, which has imported everything."""
+
+    def run(command, **_):
+        assert command[:3] == [sys.executable, "-m", "benchmarks"]
+        done = CliRunner().invoke(main, command[3:])
+        return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout)
+
+    monkeypatch.setattr(product, "subprocess", SimpleNamespace(run=run, PIPE=None))
+
+
 def page(folders: Folders) -> str:
     return (folders.pages / "page.md").read_text("utf-8")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_figure_stands_in_its_block_beside_its_command_and_is_not_measured_again_unless_asked(
     folders, monkeypatch
 ):
