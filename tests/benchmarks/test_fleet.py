@@ -42,7 +42,7 @@ def test_every_request_is_answered_once_whatever_happens_to_servers(route):
 def test_work_of_a_shared_store_is_what_is_computed_once():
     """With everything kept for ever, work is the load that was asked for, and first visits of prefixes."""
     fleet = Fleet(servers=6, memory_tokens=10**9, has_store=True, store_tokens_per_second=1e9)
-    traffic = Traffic(seconds=400, load=0.6, prefixes=5)
+    traffic = Traffic(seconds=250, load=0.6, prefixes=5, think_seconds=3)
     for report in simulate(ROUTES, traffic, fleet):
         assert report.busy == pytest.approx(0.6, rel=0.15)
         assert report.memory_hit_rate + report.store_hit_rate > 0.97
@@ -125,7 +125,8 @@ def test_requests_arrive_in_order_at_the_load_asked_for():
 
 def test_command_prints_tables_and_writes_plot_and_report(tmp_path):
     file = tmp_path / "report.json"
-    options = ("--servers", 2, "--servers", 4, "--seconds", 30, "--load", 0.2, "--event", "20:lost:1", "--disk-gb", 1)
+    options = ("--servers", 2, "--servers", 4, "--seconds", 30, "--load", 0.2, "--disk-gb", 1)
+    options += ("--event", "20:lost:1")
     shown = succeeded(run("fleet", *options, "--json", file, "--output", tmp_path, program=main))
     assert shown.count("shared store") == 4
     tables = json.loads(file.read_text("utf-8"))["tables"]

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, needs_bfloat16, prefill, random_sequences
+from core_models import attention_by, needs_bfloat16, prefill, random_sequences
 from core_reference import FLOAT32
 from families import CASES, write_family
 from hypothesis import given, settings
@@ -47,8 +47,9 @@ def engines(tiny_checkpoint):
     }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize(
+    ("computing", "name"), [("operators", "LazyFormer"), *(("stack", name) for name in BLOCKS)]
+)
 @settings(max_examples=15)
 @given(lengths=many_lengths)
 def test_outputs_equal_the_reference_with_the_maps_of_the_first_layer_of_each_block(
@@ -71,8 +72,10 @@ def test_outputs_equal_the_reference_with_the_maps_of_the_first_layer_of_each_bl
         np.testing.assert_allclose(found, hidden.mean(dim=0).numpy(), atol=FLOAT32, rtol=0)
 
 
-@pytest.mark.parametrize("computing", COMPUTING)
-@pytest.mark.parametrize("model", ["tiny_checkpoint", "tiny_classifier_checkpoint"])
+@pytest.mark.parametrize(
+    ("model", "computing"),
+    [("tiny_checkpoint", "stack"), ("tiny_checkpoint", "operators"), ("tiny_classifier_checkpoint", "stack")],
+)
 def test_blocks_of_one_layer_are_the_full_model(request, model, computing):
     checkpoint = request.getfixturevalue(model)
     sequences = random_sequences([7, 1, 30, 7, 100, 2])

@@ -41,15 +41,9 @@ class Progress:
 def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, **options) -> list[str]:
     """Run a build, which stops at `stop_at` if given, and return the stages that ran."""
     progress = Progress(stop_at)
-    arguments = (
-        engine,
-        corpus,
-        folder,
-        BuildOptions(
-            **{"training_steps": STEPS, "prototypes": 4, "min_text_cosine": 0.0, "refit": True, **options}
-        ),
-        progress,
-    )
+    # The operator's heads are the only mask, so that little is measured. This budget lets some texts hit.
+    few = {"training_steps": STEPS, "prototypes": 4, "heads": "6", "min_cosine": 0.9, "min_text_cosine": 0.0}
+    arguments = (engine, corpus, folder, BuildOptions(**{**few, "refit": True, **options}), progress)
     if stop_at:
         with pytest.raises(KeyboardInterrupt):
             build_database(*arguments)
@@ -89,16 +83,12 @@ def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # n
     ("stop_at", "finished_segments", "stages_left"),
     [
         (("measuring heads", 1), 0, STAGES),
-        (("measuring heads", 3), 0, STAGES),
         (("writing records", 1), 0, STAGES[1:]),
         # 40 sentences, their mean and 4 prototypes of each of six lengths. The last segment is closed after
         # its last progress report.
         (("writing records", 100), 2, STAGES[1:]),
-        (("writing records", 136), 3, STAGES[1:]),
         (("writing records", 270), 5, STAGES[1:]),
         (("comparing maps", 1), 6, STAGES[2:]),
-        (("comparing maps", 2), 6, STAGES[2:]),
-        (("training the projector", 5), 6, STAGES[2:]),
         (("training the projector", STEPS), 6, STAGES[2:]),
         (("measuring masks", 1), 6, STAGES[4:]),
     ],
@@ -176,23 +166,11 @@ def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
     assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"min_cosine": 0.9},
-        {"heads": "all"},
-        {"threshold": 0.5},
-        {"max_length": 9},
-        {"prototypes": 0},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_build_with_other_options_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path, change):
+def test_build_with_another_option_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
     before = segment_times(tmp_path / ".a.db.partial")
-    # Unfamiliar texts are not measured with an operator's threshold, because no limit is chosen then.
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", **change)[:5] == STAGES[:5]
+    # The records of a build with this budget are the same.
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=0.8)[:5] == STAGES[:5]
     after = segment_times(tmp_path / "a.db")
     assert not set(before.items()) & set(after.items())
 
@@ -213,7 +191,7 @@ def test_build_with_another_split_of_the_same_texts_starts_from_scratch(tiny_eng
 @pytest.mark.parametrize(
     ("change", "texts", "named"),
     [
-        ({"prototypes": 3, "min_cosine": 0.9}, slice(None), "this changed: min_cosine, prototypes"),
+        ({"prototypes": 3, "min_cosine": 0.8}, slice(None), "this changed: min_cosine, prototypes"),
         ({}, slice(1, None), "this changed: sentences, held_out"),
     ],
     ids=["options", "texts"],
@@ -249,8 +227,16 @@ def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpu
     assert {name for name in after if after[name] != before[name]} == {"00007.maps"}
 
 
-@pytest.mark.parametrize("content", [b"", b"[[1", b"\xff\xfe"], ids=["empty", "cut", "other bytes"])
-@pytest.mark.parametrize("name", ["inputs.json", "damage.json", "projector.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("inputs.json", b"[[1"),
+        ("inputs.json", b"\xff\xfe"),
+        ("damage.json", b"[[1"),
+        ("damage.json", b"\xff\xfe"),
+        ("projector.safetensors", b""),
+    ],
+)
 def test_stage_whose_file_is_damaged_is_done_again(tiny_engine, tiny_corpus, tmp_path, caplog, name, content):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
     (tmp_path / ".a.db.partial" / name).write_bytes(content)

@@ -277,12 +277,12 @@ def test_disk_without_room_for_the_key_is_an_error_of_one_line_and_the_build_res
     tiny_engine, tiny_corpus, tmp_path
 ):
     with full_disk_from("measuring heads") as progress, pytest.raises(BuildFailed):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", progress)
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", progress, heads="6")
     (tmp_path / ".a.db.partial" / "key").unlink()
     with largest_file(31), pytest.raises(BuildFailed, match="cannot be written: File too large"):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6")
     assert not {"key", ".key"} & {name[:4] for name in names(tmp_path / ".a.db.partial")}
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db").verify() == []
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6").verify() == []
 
 
 def mode(path: Path) -> int:
@@ -311,10 +311,10 @@ def test_disk_that_fills_up_is_an_error_of_one_line_and_the_build_resumes(
     tiny_engine, tiny_corpus, tmp_path, stage
 ):
     with full_disk_from(stage) as progress, pytest.raises(BuildFailed, match="cannot be written") as failed:
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", progress)
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", progress, heads="6")
     assert len(str(failed.value).splitlines()) == 1
     assert "a.db" not in names(tmp_path)
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db").verify() == []
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6").verify() == []
 
 
 def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path):

@@ -80,15 +80,31 @@ def tighten(root):
     merge_tightened(database.folder, policy, Tightened(steps))
 
 
-def stop_before_the_decision(monkeypatch, load, root, texts=None):
-    """Renew, and fail when the next generation is built and measured."""
-    with monkeypatch.context() as patch:
+def stopped_before_the_decision(load, root, texts=None):
+    """Renew, and fail when the next generation is built and measured. Returns the id of what was built."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             renew_database(load, root, texts, min_gain=0)
+    assert AttentionDatabase.open(root).verify() == []
+    return AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
 
 
-def test_tightened_database_is_renewed(root, load, texts):
+@pytest.fixture(scope="module")
+def stopped_once(plain, load, texts, tmp_path_factory, same_savings):  # noqa: ARG001 - sets the measured costs
+    folder = Path(shutil.copytree(plain, tmp_path_factory.mktemp("stopped") / "a.db"))
+    tighten(folder)
+    return folder, stopped_before_the_decision(load, folder, texts)
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    """A database whose renewal from `texts` was stopped, and the id of the next generation."""
+    folder, built = stopped_once
+    return Path(shutil.copytree(folder, tmp_path / "stopped.db")), built
+
+
+def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_removed(root, load, texts):
     tighten(root)
     renewed = renew_database(load, root, texts, min_gain=0)
     assert (renewed.result, renewed.generation) == (Result.PUBLISHED, 1)
@@ -102,10 +118,6 @@ def test_tightened_database_is_renewed(root, load, texts):
     assert database.manifest.build["heads"] == "3"
     assert database.manifest.policy.budget.least == 0.5
 
-
-def test_generation_that_is_not_better_is_removed_and_the_reason_is_kept(root, load, texts):
-    tighten(root)
-    renew_database(load, root, texts, min_gain=0)
     again = renew_database(load, root, texts, min_gain=0)
     assert again.result is Result.REFUSED
     assert "at least 1 % more is needed" in again.reason
@@ -175,27 +187,21 @@ def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, mo
     assert read_renewals(root) == (renewed,)
 
 
-def test_stopped_renewal_goes_on_with_what_was_built(root, load, texts, monkeypatch):
-    tighten(root)
-    stop_before_the_decision(monkeypatch, load, root, texts)
-    assert AttentionDatabase.open(root).verify() == []
-    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+def test_stopped_renewal_goes_on_with_what_was_built(stopped, load, texts):
+    root, built = stopped
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
     assert AttentionDatabase.open(root).manifest.id == built
 
 
-def test_build_that_was_half_removed_is_built_again(root, load, texts, monkeypatch):
-    tighten(root)
-    stop_before_the_decision(monkeypatch, load, root, texts)
+def test_build_that_was_half_removed_is_built_again(stopped, load, texts):
+    root, _ = stopped
     (root / ".renewal" / "000001" / "key").unlink()
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
     assert AttentionDatabase.open(root).verify() == []
 
 
-def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch):
-    tighten(root)
-    stop_before_the_decision(monkeypatch, load, root, texts)
-    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+def test_renewal_from_other_texts_does_not_go_on(stopped, load, texts):
+    root, built = stopped
     renew_database(load, root, texts[1:], min_gain=0)
     assert AttentionDatabase.open(root).manifest.id != built
 
@@ -324,30 +330,29 @@ def test_a_tenth_of_each_client_is_held_out(clients, few):
     assert is_newest.sum() >= len(order) // 10 - 4
 
 
-def test_stopped_renewal_with_damaged_texts_begins_anew(root, load, texts, tiny_engine, monkeypatch):
-    tighten(root)
-    sample(root, tiny_engine.tokenize(texts))
-    stop_before_the_decision(monkeypatch, load, root)
-    path = root / ".renewal" / "sampled.log"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert renew_database(load, root, min_gain=0).result is Result.PUBLISHED
+@pytest.fixture(scope="module")
+def stopped_from_a_sample(plain, load, texts, tiny_engine, tmp_path_factory, same_savings):  # noqa: ARG001 - sets the measured costs
+    folder = Path(shutil.copytree(plain, tmp_path_factory.mktemp("sampled") / "a.db"))
+    tighten(folder)
+    sample(folder, tiny_engine.tokenize(texts))
+    return folder, stopped_before_the_decision(load, folder)
 
 
-@pytest.mark.parametrize("days_ago", [False, True])
-def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_days_old(
-    root, load, texts, tiny_engine, monkeypatch, days_ago
+@pytest.mark.parametrize("texts_are", ["as they were", "damaged", "days old"])
+def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_damaged_or_days_old(
+    stopped_from_a_sample, load, texts, tiny_engine, tmp_path, texts_are
 ):
-    tighten(root)
-    sequences = tiny_engine.tokenize(texts)
-    sample(root, sequences)
-    stop_before_the_decision(monkeypatch, load, root)
-    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
-    if days_ago:
-        os.utime(root / ".renewal" / "sampled.log", (0, 0))
-    sample(root, sequences[:9], asked_at=10**6)
+    folder, built = stopped_from_a_sample
+    root = Path(shutil.copytree(folder, tmp_path / "a.db"))
+    path = root / ".renewal" / "sampled.log"
+    if texts_are == "damaged":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif texts_are == "days old":
+        os.utime(path, (0, 0))
+    sample(root, tiny_engine.tokenize(texts)[:9], asked_at=10**6)
     renewed = renew_database(load, root, min_gain=0)
-    assert days_ago or renewed.result is Result.PUBLISHED
-    assert (AttentionDatabase.open(root).manifest.id == built) != days_ago
+    assert texts_are == "days old" or renewed.result is Result.PUBLISHED
+    assert (AttentionDatabase.open(root).manifest.id == built) == (texts_are == "as they were")
 
 
 def test_folder_without_a_sample_is_refused(root, load):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 def build(engine, corpus, folder, progress=lambda *_: None, *, start_from=None, **options):
-    defaults = {"training_steps": 40, "prototypes": 4, "min_text_cosine": 0.0}
+    defaults = {"training_steps": 40, "prototypes": 4, "heads": "6", "min_text_cosine": 0.0}
     build_database(
         engine, corpus, folder, BuildOptions(**{**defaults, **options}), progress, start_from=start_from
     )

@@ -40,7 +40,7 @@ def digests_in(database: AttentionDatabase, sequences) -> int:
 def test_no_digest_of_a_text_stands_in_the_folder(tiny_engine, tiny_corpus, database, tmp_path):
     sequences = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
     assert digests_in(database, sequences) == 0
-    recorded = build(tiny_engine, tiny_corpus, tmp_path / "a.db", synthetic_only=False)
+    recorded = build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6", synthetic_only=False)
     assert digests_in(recorded, sequences) == 240
 
 
@@ -93,10 +93,11 @@ def test_stopped_build_resumes(tiny_engine, tiny_corpus, tmp_path, monkeypatch, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop)
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop, heads="6")
     assert (partial_folder(tmp_path / "a.db") / "recorded").is_dir()
     contents = [
-        contents_of(build(tiny_engine, tiny_corpus, tmp_path / name).folder) for name in ("a.db", "b.db")
+        contents_of(build(tiny_engine, tiny_corpus, tmp_path / name, heads="6").folder)
+        for name in ("a.db", "b.db")
     ]
     assert contents[0] == contents[1]
 

@@ -52,10 +52,17 @@ def texts():
 
 
 @pytest.fixture(scope="module")
-def calibrated(tiny_engine, built, texts, tmp_path_factory):
+def steps():
+    """The progress (stage, done, total) of the calibration of `calibrated`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_engine, built, texts, steps, tmp_path_factory):
     """The folder of the calibrated database, and the report."""
     folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("calibrated") / "a.db"))
-    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
+    database = AttentionDatabase.open(folder)
+    report = calibrate_database(tiny_engine, database, texts, (), BUDGET, lambda *step: steps.append(step))
     return folder, report
 
 
@@ -75,15 +82,12 @@ def manifest_of(folder: Path) -> dict[str, object]:
     return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
-def test_calibration_changes_the_manifest_and_adds_digests_of_the_texts(built, calibrated):
+def test_calibration_changes_only_mask_policy_and_figures_and_adds_digests_of_the_texts(built, calibrated):
     before, after = contents(built), contents(calibrated[0])
     new, gone = after.keys() - before.keys(), before.keys() - after.keys()
     assert {name.partition("-")[0] for name in new} == {"calibrated_on.json", "familiarity"}
     assert [name.partition("-")[0] for name in gone] == ["familiarity"]
     assert {name for name in before.keys() - gone if before[name] != after[name]} == {"manifest.json"}
-
-
-def test_calibration_changes_only_mask_policy_and_figures_of_the_manifest(built, calibrated):
     before, after = manifest_of(built), manifest_of(calibrated[0])
     changed = {name for name in before if before[name] != after[name]}
     assert {"damage", "policy", "quality"} <= changed
@@ -145,12 +149,9 @@ def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_p
     assert report["lower_bound"] is None or report["lower_bound"] >= 0.97
 
 
-def test_calibrating_twice_gives_the_same_manifest_as_calibrating_once(
-    tiny_engine, built, texts, calibrated, tmp_path
-):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
-    for _ in range(2):
-        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
+def test_calibrating_again_gives_the_same_manifest(tiny_engine, texts, calibrated, tmp_path):
+    folder = Path(shutil.copytree(calibrated[0], tmp_path / "a.db"))
+    calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
     assert manifest_of(folder) == manifest_of(calibrated[0])
 
 
@@ -189,16 +190,13 @@ def test_stopped_calibration_leaves_the_database_unchanged(tiny_engine, built, t
     assert contents(folder) == before
 
 
-def test_progress_of_both_stages_reaches_its_end(tiny_engine, built, texts, tmp_path):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
-    seen = []
-    database = AttentionDatabase.open(folder)
-    calibrate_database(tiny_engine, database, texts, (), BUDGET, lambda *step: seen.append(step))
-    stages = list(dict.fromkeys(stage for stage, *_ in seen))
+@pytest.mark.usefixtures("calibrated")
+def test_progress_of_both_stages_reaches_its_end(steps):
+    stages = list(dict.fromkeys(stage for stage, *_ in steps))
     assert stages == ["measuring heads", "measuring masks"]
     for stage in stages:
-        steps = [(done, total) for name, done, total in seen if name == stage]
-        assert steps == [(done, len(steps)) for done in range(1, len(steps) + 1)]
+        of_stage = [(done, total) for name, done, total in steps if name == stage]
+        assert of_stage == [(done, len(of_stage)) for done in range(1, len(of_stage) + 1)]
 
 
 def test_database_of_another_model_is_refused(built, texts, tmp_path):

@@ -112,7 +112,7 @@ def test_bounds_are_the_sign_tests(gains: list[float]) -> None:
 def test_lower_bound_is_above_the_true_median_in_at_most_one_of_twenty_measurements(machine: Machine) -> None:
     random = np.random.default_rng(0)
     # Skewed noise, as other programs make it: passes only become slower.
-    samples = 1 + random.exponential(0.1, (2000, 1 + paired._MAX_LOOKS * PAIRS)) - 0.1 * np.log(2)
+    samples = 1 + random.exponential(0.1, (1000, 1 + paired._MAX_LOOKS * PAIRS)) - 0.1 * np.log(2)
     # A limit at the true median keeps the question open, so that all four looks are taken.
     found = [compare([(machine.way("a", *sample), machine.way("b", 1.0))], 0.0) for sample in samples]
     assert 0.01 < np.mean([gain.lower >= 0 for gain in found]) < 0.05

@@ -1,7 +1,9 @@
 """A tuning measures real engines on held-out texts, keeps what it measured, and survives ways that fail."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,7 +95,9 @@ def test_quality_is_the_cosine_to_float32_on_held_out_texts(
     assert weights[0] > weights[1] > weights[2] > 0
 
 
-def test_stopped_tuning_continues_with_the_next_way(options, measured_ways):
+def test_stopped_tuning_continues_with_the_next_way_and_another_budget_uses_the_same_figures(
+    options, measured_ways
+):
     def stop(measured, _):
         if measured.way == WEIGHTS:
             raise KeyboardInterrupt
@@ -107,33 +111,28 @@ def test_stopped_tuning_continues_with_the_next_way(options, measured_ways):
     assert measured_ways == ["exact", "int8-weight-only", "int4"]
     assert tuning.results.changed == ()
     again = tuned(options)[1]
+    strict = tuned(replace(options, min_cosine=0.9999999))[1]
     assert measured_ways == ["exact", "int8-weight-only", "int4"]
     assert again == continued
+    assert (continued.chosen.way, strict.chosen.way) == (WEIGHTS, Way())
 
 
-def test_another_budget_uses_the_same_figures(options, measured_ways):
-    tuned(options)
-    measured = list(measured_ways)
-    _, report = tuned(replace(options, min_cosine=0.9999999))
-    assert report.chosen.way == Way()
-    assert measured_ways == measured
-
-
-@pytest.mark.parametrize(
-    ("changed", "names"),
-    [
-        ({"rounds": 2}, ("rounds",)),
-        ({"sample": 59}, ("texts",)),
-        ({"max_tokens": 4}, ("fingerprint", "texts")),
-    ],
-)
-def test_changed_inputs_begin_anew_and_are_named(options, measured_ways, changed, names):
-    tuned(options)
-    tuning, _ = tuned(replace(options, ways=(), **changed))
-    # Texts that are cut to two words are fewer different texts.
-    assert tuning.results.changed == names
-    assert measured_ways == ["exact", "int8-weight-only", "int4", "exact"]
-    assert tuning.results.measured == 1
+def test_changed_inputs_begin_anew_and_are_named(options, measured_ways, tmp_path):
+    tuned(replace(options, ways=("int4",)))
+    for number, (changed, names) in enumerate(
+        [
+            ({"rounds": 2}, ("rounds",)),
+            ({"sample": 59}, ("texts",)),
+            # Texts that are cut to two words are fewer different texts.
+            ({"max_tokens": 4}, ("fingerprint", "texts")),
+        ]
+    ):
+        results = Path(shutil.copy(options.results, tmp_path / f"{number}.json"))
+        measured_ways.clear()
+        tuning, _ = tuned(replace(options, ways=(), results=results, **changed))
+        assert tuning.results.changed == names
+        assert measured_ways == ["exact"]
+        assert tuning.results.measured == 1
 
 
 def test_way_that_cannot_be_loaded_is_reported_and_tried_again_by_the_next_tuning(
