@@ -185,11 +185,6 @@ def test_server_without_an_api_is_refused_with_its_answers() -> None:
     assert f"{server.url}/embed (tei) 200 without an embedding" in str(refused.value)
 
 
-def test_server_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NoEndpoint, match="no answer from http"):
-        found(f"http://127.0.0.1:{free_port()}")
-
-
 @pytest.mark.parametrize(
     "url", ["localhost:8080", "127.0.0.1", "", "ftp://host", "http://", "http://host:99999"]
 )
@@ -353,7 +348,9 @@ def test_file_without_texts_is_one_line_that_names_the_option(tmp_path: Path) ->
 
 def test_server_that_is_not_there_is_one_line(texts_file: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    assert url in one_line(run("--url", url, "--texts", str(texts_file)))
+    line = one_line(run("--url", url, "--texts", str(texts_file)))
+    assert "no answer from http" in line
+    assert url in line
 
 
 @pytest.mark.parametrize("header", ["secret", ": secret", "X Y: secret", "X: secret\nY: secret"])

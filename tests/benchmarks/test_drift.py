@@ -167,18 +167,18 @@ def arguments(tiny_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("topics")
     for name, words in (("short", (3, 5)), ("long", (6, 9))):
         generator = random(len(name))
-        texts = dict.fromkeys(random_text(generator, int(generator.integers(*words))) for _ in range(400))
+        texts = dict.fromkeys(random_text(generator, int(generator.integers(*words))) for _ in range(600))
         (folder / f"{name}.txt").write_text("\n".join(texts), "utf-8")
     return (
         *("--model", tiny_checkpoint.folder, "--dtype", "float32", "--threads", 1),
         *("--data", folder / "short.txt", "--data", folder / "long.txt"),
-        *("--days", 3, "--sample-texts", 150, "--asked-texts", 60),
+        *("--days", 3, "--sample-texts", 250, "--asked-texts", 60),
         *("--min-cosine", 0.5, "--min-text-cosine", 0),
     )
 
 
 def test_month_serves_three_databases_continues_and_refuses_another_month(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(drift, "BuildOptions", partial(BuildOptions, training_steps=20))
+    monkeypatch.setattr(drift, "BuildOptions", partial(BuildOptions, heads="6", training_steps=20))
     monkeypatch.setattr(simulated, "_COST_PAIRS", 3)
     done = run(tmp_path, *arguments, "--json", tmp_path / "report.json")
     assert done.exit_code == 0, done.stderr
@@ -191,7 +191,7 @@ def test_month_serves_three_databases_continues_and_refuses_another_month(argume
             assert served["texts"] == sum(part["texts"] for part in served["lengths"]) == 60
             assert served["hits"] == sum(part["hits"] for part in served["lengths"])
             assert served["kept"] <= served["windows"]
-        assert measured["built"] == (0 if day == 3 and arm == Arm.STATIC else 150)
+        assert measured["built"] == (0 if day == 3 and arm == Arm.STATIC else 250)
     # The database of short texts has no records of the topic that enters on the second of three days.
     assert days[3, Arm.DAILY]["calibrated"]["hits"] > days[3, Arm.STATIC]["calibrated"]["hits"] > 0
     assert days[2, Arm.RENEWED] == {**days[2, Arm.STATIC], "arm": Arm.RENEWED}

@@ -89,6 +89,7 @@ def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path
     # The projector's training is not what is tested, and takes most of the time.
     monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     arguments = ("--database", tmp_path / "db", "--recorded", files / "more.tsv", "--shots", "1..2")
+    arguments += ("--heads", "4")  # one mask to measure
     rows = rows_of(succeeded(mmlu(decoder, files, *arguments)))
     assert sorted(path.name for path in (tmp_path / "db").iterdir() if path.is_dir()) == [
         "shots-1",

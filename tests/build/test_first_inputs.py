@@ -63,7 +63,8 @@ def test_build_computes_the_inputs_of_its_corpus_once(tiny_engine, tiny_corpus, 
     computed = []
     compute = FirstInputs._compute
     monkeypatch.setattr(FirstInputs, "_compute", lambda self, ids: computed.extend(ids) or compute(self, ids))
-    build_database(tiny_engine, tiny_corpus, tmp_path / "db", BuildOptions(training_steps=5, prototypes=2))
+    options = BuildOptions(heads="6", training_steps=5, prototypes=2)
+    build_database(tiny_engine, tiny_corpus, tmp_path / "db", options)
     corpus = {tuple(ids) for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])}
     assert corpus <= set(computed)
     assert len(set(computed)) == len(computed)

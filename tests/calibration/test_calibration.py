@@ -39,9 +39,8 @@ BUDGET = Budget(Measure.COSINE, 0.8)
 @pytest.fixture(scope="module")
 def built(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - sets the measured costs
     folder = tmp_path_factory.mktemp("databases") / "built.db"
-    build_database(
-        tiny_engine, tiny_corpus, folder, BuildOptions(prototypes=4, training_steps=20, min_text_cosine=0)
-    )
+    options = BuildOptions(heads="6", prototypes=4, training_steps=20, min_text_cosine=0)
+    build_database(tiny_engine, tiny_corpus, folder, options)
     return folder
 
 
@@ -238,7 +237,7 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
     classifier, tiny_classifier_checkpoint, tiny_corpus, tmp_path
 ):
     folder = tmp_path / "a.db"
-    options = BuildOptions(prototypes=4, training_steps=20, min_agreement=0.7)
+    options = BuildOptions(heads="6", prototypes=4, training_steps=20, min_agreement=0.7)
     build_database(classifier, tiny_corpus, folder, options)
     assert AttentionDatabase.open(folder).search.policy.budget == Budget(Measure.AGREEMENT, 0.7)
     texts = random_sequences(list(range(5, 11)) * 30, seed=41)

@@ -241,7 +241,7 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
     monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     folder = tmp_path / "new.db"
     data = ("--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
-    options = ("--database", folder, *data)
+    options = ("--database", folder, "--heads", "6", *data)
     text = succeeded(evaluate("agreement", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
     assert "5 of 240 corpus texts excluded: evaluated texts" in text
     assert "0 of 235 records excluded: records of evaluated texts" in text
