@@ -188,6 +188,7 @@ def test_san_blocks_join_neighbours_below_the_threshold():
     assert san_blocks(divergences, 0.3) == [range(2), range(2, 5)]
     assert san_blocks(divergences, 0.15) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
     assert san_blocks(divergences, 1.0) == [range(5)]
+    assert san_blocks(np.zeros(2), 0.0) == lazyformer_blocks(3, size=1)  # the full model
 
 
 @given(st.lists(st.floats(0, 0.7), max_size=11), st.floats(0, 0.7), st.floats(0, 0.7))
@@ -196,10 +197,6 @@ def test_raising_the_threshold_only_joins_blocks(divergences, one, other):
     for blocks in (fine, coarse):
         assert [layer for block in blocks for layer in block] == list(range(len(divergences) + 1))
     assert {block.start for block in coarse} <= {block.start for block in fine}
-
-
-def test_threshold_zero_is_the_full_model():
-    assert san_blocks(np.zeros(2), 0.0) == lazyformer_blocks(LAYERS, size=1)
 
 
 @settings(max_examples=10)

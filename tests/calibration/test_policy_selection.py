@@ -142,19 +142,29 @@ def all_rows(probes: Probes) -> np.ndarray:
     return np.arange(len(probes.sequences))
 
 
+def expected_of(probes, group: LengthGroup, index, kinds) -> dict[RecordKind, float]:
+    """Return the expected damage of records of these kinds to one probe."""
+    one = slice(index, index + 1)
+    return {
+        kind: float(group.kinds[kind].expected_damage(probes.similarities[kind][one])[0]) for kind in kinds
+    }
+
+
+def reached(probes, group: LengthGroup, index) -> dict[RecordKind, float]:
+    """Return the expected damage of the kinds whose threshold one probe reaches."""
+    kinds = [kind for kind in RecordKind if probes.similarities[kind][index] >= group.kinds[kind].threshold]
+    return expected_of(probes, group, index, kinds)
+
+
+def mildest(expected: dict[RecordKind, float]) -> RecordKind | None:
+    return min(expected, key=expected.__getitem__, default=None)
+
+
 def served_by(probes, measured, group: LengthGroup):
     """Return the served probes, bool [probes], and the losses of the served probes, one probe at a time."""
-    served, losses = [], []
-    for index in all_rows(probes):
-        expected = {
-            kind: float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
-            for kind, policy in group.kinds.items()
-            if probes.similarities[kind][index] >= policy.threshold
-        }
-        served.append(bool(expected))
-        if expected:
-            losses.append(1 - measured[min(expected, key=expected.__getitem__)].fidelity[index])
-    return np.array(served), np.array(losses)
+    kinds = [mildest(reached(probes, group, index)) for index in all_rows(probes)]
+    losses = [1 - measured[kind].fidelity[index] for index, kind in enumerate(kinds) if kind is not None]
+    return np.array([kind is not None for kind in kinds]), np.array(losses)
 
 
 @settings(max_examples=50)
@@ -164,12 +174,13 @@ def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that
     group = choose_group(probes, all_rows(probes), measured, budget)
     expected, loss = [], []
     for index in all_rows(probes):
-        of_kinds = {
-            kind: float(group.kinds[kind].expected_damage(probes.similarities[kind][index : index + 1])[0])
+        known = [
+            kind
             for kind in RecordKind
             if group.kinds[kind].similarities and probes.similarities[kind][index] > -math.inf
-        }
-        best = min(of_kinds, key=of_kinds.__getitem__, default=None)
+        ]
+        of_kinds = expected_of(probes, group, index, known)
+        best = mildest(of_kinds)
         expected.append(of_kinds[best] if of_kinds else math.inf)
         loss.append(1 - measured[best].fidelity[index] if of_kinds else math.nan)
     expected, loss = np.array(expected), np.array(loss)
@@ -220,18 +231,11 @@ def test_no_kind_hits_beyond_the_expected_damage_of_the_served_probes(table):
     probes, measured, budget = table
     group = choose_group(probes, all_rows(probes), measured, budget)
     served, _ = served_by(probes, measured, group)
-    worst = 0.0
-    for index in np.flatnonzero(served):
-        worst = max(
-            worst,
-            min(
-                float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
-                for kind, policy in group.kinds.items()
-                if probes.similarities[kind][index] >= policy.threshold
-            ),
-        )
+    worst = max(
+        (min(reached(probes, group, index).values()) for index in np.flatnonzero(served)), default=0.0
+    )
     refused = [
-        float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
+        expected_of(probes, group, index, [kind])[kind]
         for kind, policy in group.kinds.items()
         if policy.similarities
         for index in np.flatnonzero(~served & np.isfinite(probes.similarities[kind]))
@@ -371,28 +375,10 @@ def by_hand(probes, measured, policy: ReusePolicy):
     rows = []
     for index, length in enumerate(probes.lengths):
         group = policy.group_of(int(length))
-        reached = (
-            []
-            if not group.searched
-            else [
-                kind for kind in RecordKind if probes.similarities[kind][index] >= group.kinds[kind].threshold
-            ]
-        )
-        kind = min(
-            reached,
-            key=lambda kind: group.kinds[kind].expected_damage(probes.similarities[kind][index : index + 1])[
-                0
-            ],
-            default=None,
-        )
-        hit = kind is not None
+        kind = mildest(reached(probes, group, index)) if group.searched else None
+        found = measured[kind] if kind is not None else None
         rows.append(
-            (
-                hit,
-                kind if hit else -1,
-                measured[kind].fidelity[index] if hit else np.nan,
-                measured[kind].damage[index] if hit else np.nan,
-            )
+            (True, kind, found.fidelity[index], found.damage[index]) if found else (False, -1, np.nan, np.nan)
         )
     return columns(rows)
 
