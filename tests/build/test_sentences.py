@@ -12,11 +12,17 @@ from attncache_core.errors import BuildFailed
 
 MAX_LENGTH = 6
 
+
+def has_two_of_one_length(corpus) -> bool:
+    lengths = [len(ids) for ids in {tuple(ids) for ids, _ in corpus}]
+    return any(lengths.count(length) > 1 for length in range(1, MAX_LENGTH + 1))
+
+
 corpora = st.lists(
     st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from("abcdefghijklmnop")),
     min_size=2,
     max_size=120,
-).filter(lambda corpus: len({tuple(ids) for ids, _ in corpus if len(ids) <= MAX_LENGTH}) >= 2)
+).filter(has_two_of_one_length)
 
 
 def split_of(corpus, seed: int = 0):
