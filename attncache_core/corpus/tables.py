@@ -149,6 +149,8 @@ class _Lines(Iterator[str]):
 
 def _open(path: str) -> TextIO:
     if path == "-":
+        if sys.stdin.buffer.closed:
+            raise InvalidInput("standard input (-) was read already; give it once", field="corpus")
         return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
     return Path(path).open(encoding="utf-8-sig", newline="")
 

@@ -247,6 +247,12 @@ def test_standard_input_is_lines_by_default(standard_input):
     assert texts("-", "query", file_format="jsonl") == ["hello"]
 
 
+def test_standard_input_is_refused_the_second_time(standard_input):
+    standard_input(b"a\n")
+    assert texts("-") == ["a"]
+    assert "give it once" in str(refusal("-"))
+
+
 def test_standard_input_that_is_not_utf_8_is_refused(standard_input):
     standard_input(b"caf\xe9\n")
     assert "not UTF-8" in str(refusal("-"))
