@@ -15,6 +15,9 @@ _FORKSERVER.set_forkserver_preload(
         "benchmarks.measuring.prefix_peers",
         "attncache_core.build.renewal",
         "service.cli",
+        # A calibration imports them when it fits curves.
+        "sklearn.isotonic",
+        "sklearn.linear_model",
     ]
 )
 Result = TypeVar("Result")

@@ -7,10 +7,12 @@ from attncache_core.build.renewal import renew_database
 from attncache_core.calibration import calibrate, trial
 from attncache_core.calibration.savings import Savings
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.corpus import sample as corpus_sample
 from attncache_core.corpus.reservoir import TIME_STEP_SECONDS
 from attncache_core.corpus.sample import TextSampler
 from attncache_core.engine.prefill import PrefillEngine
 
+TEXTS, SYNCED_AT_ONCE = 300, 60  # of a sample
 CHANGING = ("write", "fsync", "fdatasync", "rename", "replace", "unlink", "rmdir", "mkdir")
 
 
@@ -54,11 +56,12 @@ def build_and_renew(root, model, corpus):
 
 def sample(root, synced):
     """Sample texts for ever, and note how many are synced. Texts come again, so that the log is rewritten."""
+    corpus_sample._MIN_REWRITE = TEXTS * 28  # the bytes of these texts
     sampler = TextSampler.open(root, max_texts=100_000, half_life_hours=168)
     number = int(synced.read_text(encoding="utf-8"))
     while True:
-        for text in range(number, number + 500):
-            sampler.offer([text % 2500], None, text // 2500 * TIME_STEP_SECONDS)
+        for text in range(number, number + SYNCED_AT_ONCE):
+            sampler.offer([text % TEXTS], None, text // TEXTS * TIME_STEP_SECONDS)
         sampler.sync()
-        number += 500
+        number += SYNCED_AT_ONCE
         synced.write_text(str(number), encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from core_models import flip, random_text
 from forked import is_killed
 from generations import renew
-from killed_renewals import build_and_renew, killed_after, sample
+from killed_renewals import SYNCED_AT_ONCE, TEXTS, build_and_renew, killed_after, sample
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
@@ -68,12 +68,16 @@ def test_plain_database_is_generation_0(root):
     assert kept(root) == [0]
 
 
-def test_published_generation_is_opened_and_the_plain_one_stays(root, tiny_prototypes_database):
+def test_published_generation_is_opened_and_the_plain_one_stays(
+    root, tiny_database, tiny_prototypes_database
+):
     assert renew(root, tiny_prototypes_database) == 1
     assert id_of(root) == id_of(tiny_prototypes_database)
     assert AttentionDatabase.open(root).folder == root / "generations" / "000001"
     assert (kept(root), not (root / ".renewal").exists()) == ([0, 1], True)
     assert AttentionDatabase.open(root).verify() == []
+    roll_back(root)
+    assert id_of(root) == id_of(tiny_database)
 
 
 def test_last_two_generations_are_kept_and_the_plain_one_is_removed_whole(root, tiny_prototypes_database):
@@ -99,8 +103,11 @@ def test_rollback_goes_back_once_and_the_next_generation_has_a_new_number(root, 
     renew(root, tiny_prototypes_database)
     assert roll_back(root).generation == 1
     assert (number_of(root), kept(root)) == (1, [1, 2])
-    with pytest.raises(InvalidInput, match="no generation before generation 1"):
+    with pytest.raises(InvalidInput, match="before generation 1.*only 1, 2; .* write its number into"):
         roll_back(root)
+    for number in (2, 1):  # a rollback that was a mistake, and the way back
+        (root / "current").write_text(f"{number}\n")
+        assert number_of(root) == number
     assert renew(root, tiny_prototypes_database) == 3
     assert (number_of(root), kept(root)) == (3, [1, 3])
     assert [(line.result, line.generation) for line in read_renewals(root)] == [
@@ -120,12 +127,6 @@ def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_protot
     assert number_of(root) == 2
     assert roll_back(root).generation == 1
     assert (number_of(root), [line.generation for line in read_renewals(root)]) == (1, [1, 2, 1])
-
-
-def test_rollback_to_the_plain_database(root, tiny_database, tiny_prototypes_database):
-    renew(root, tiny_prototypes_database)
-    roll_back(root)
-    assert id_of(root) == id_of(tiny_database)
 
 
 def test_rollback_to_a_damaged_generation_changes_nothing(root, tiny_prototypes_database):
@@ -191,18 +192,17 @@ def test_calibration_and_renewal_exclude_each_other(root, tiny_engine, tiny_prot
     assert (root / "manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"", b"7", b"\x37\x8a", b"-1\n", b"../a\n"])
-def test_damaged_current_is_refused_and_named(root, tiny_prototypes_database, content):
-    renew(root, tiny_prototypes_database)
+@pytest.mark.parametrize(
+    ("content", "error", "words"),
+    [
+        *((content, CorruptDatabase, "current is damaged") for content in (b"", b"7", b"\x37\x8a", b"-1\n")),
+        (b"../a\n", CorruptDatabase, "current is damaged"),
+        (b"9\n", DatabaseRefused, "names generation 9"),
+    ],
+)
+def test_current_that_is_damaged_or_names_no_generation_is_refused(root, content, error, words):
     (root / "current").write_bytes(content)
-    with pytest.raises(CorruptDatabase, match="current is damaged"):
-        AttentionDatabase.open(root)
-
-
-def test_current_that_names_no_generation_is_refused(root, tiny_prototypes_database):
-    renew(root, tiny_prototypes_database)
-    (root / "current").write_text("9\n")
-    with pytest.raises(DatabaseRefused, match="names generation 9"):
+    with pytest.raises(error, match=words):
         AttentionDatabase.open(root)
 
 
@@ -356,7 +356,7 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
     merge_tightened(root, policy, Tightened(steps))  # nothing hits, so there is something to gain
     random_words = np.random.default_rng(99)
-    texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 80)]
+    texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 60)]
     corpus.write_text("\n".join(texts), encoding="utf-8")
     work, calls = (build_and_renew, root, tiny_checkpoint.folder, corpus), 8
     while is_killed(killed_after, calls, *work):
@@ -380,11 +380,12 @@ def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path):
         number = int(synced.read_text(encoding="utf-8"))
         assert len(left_unfinished(sample_folder(tmp_path))) <= 1  # of the last kill
         read = {text.token_ids[0]: text.asked_at // TIME_STEP_SECONDS for text in read_sample(tmp_path)}
-        assert len(read) >= min(number, 2500)
-        assert all(read[text % 2500] >= text // 2500 for text in range(max(number - 2500, 0), number))
-        assert max(read.values(), default=0) <= (number + 500) // 2500
-    assert number > 2500
-    assert (sample_folder(tmp_path) / "0.log").stat().st_size <= 2 * (1 << 16) + 500 * 28
+        assert len(read) >= min(number, TEXTS)
+        assert all(read[text % TEXTS] >= text // TEXTS for text in range(max(number - TEXTS, 0), number))
+        assert max(read.values(), default=0) <= (number + SYNCED_AT_ONCE) // TEXTS
+    assert number > TEXTS
+    # An entry has 28 bytes. The log is written anew when it has twice the size of what the sample holds.
+    assert (sample_folder(tmp_path) / "0.log").stat().st_size <= (2 * TEXTS + SYNCED_AT_ONCE + 2) * 28
 
 
 def test_files_that_a_server_writes_at_this_moment_stay(root):
@@ -411,12 +412,3 @@ def test_process_that_is_killed_while_it_clears_up_leaves_no_half_build_to_go_on
     clear_workspace(root)
     assert not workspace.exists()
 
-
-def test_generation_after_a_mistaken_rollback_can_serve_again(root, tiny_prototypes_database):
-    for _ in range(2):
-        renew(root, tiny_prototypes_database)
-    roll_back(root)
-    with pytest.raises(InvalidInput, match="but only 1, 2; to let a generation serve, write its number into"):
-        roll_back(root)
-    (root / "current").write_text("2\n")
-    assert number_of(root) == 2
