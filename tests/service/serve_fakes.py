@@ -6,7 +6,7 @@ files are in FOLDER/NAME.
 
 The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. All other manners
 serve the fake engine. Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s,
-and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all threads that need the
+or 0.03 s with the manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all threads that need the
 interpreter.
 """
 
@@ -39,8 +39,12 @@ HANG_SECONDS = 600
 
 
 class SlowEngine(FakeEngine):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
     def run(self, requests):
-        time.sleep(HANG_SECONDS if "hang" in texts_of(requests) else 0.3)
+        time.sleep(HANG_SECONDS if "hang" in texts_of(requests) else self.seconds)
         return super().run(requests)
 
 
@@ -53,7 +57,7 @@ def serve(manner, options):
                 raise ModelNotFound("there is no such model")
             case "fails":
                 raise RuntimeError("a bug")
-        yield SlowEngine()
+        yield SlowEngine(0.03 if manner == "quick" else 0.3)
 
     if manner == "never-cleans-up":
         atexit.register(time.sleep, HANG_SECONDS)

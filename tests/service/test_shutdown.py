@@ -69,7 +69,7 @@ def test_drain_answers_all_requests_that_were_pipelined():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_client_gets_an_answer_or_is_refused(start, workers):
     """Clients connect again and again while the server ends: none is accepted and then cut."""
-    server = start("loads", workers=workers).wait_until_ready()
+    server = start("quick", workers=workers).wait_until_ready()
     results, ended = Counter(), threading.Event()
 
     def ask_until_refused():

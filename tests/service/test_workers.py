@@ -47,8 +47,8 @@ def servers(start, certificates, tmp_path_factory):
     tls = {"tls_cert": str(certificates / "cert.pem"), "tls_key": str(certificates / "cert.key")}
     yield {
         "keys file": keys,
-        "plain": start("loads", workers=3),
-        "keys": start("loads", workers=2, api_keys=str(keys)),
+        "plain": start("quick", workers=3),
+        "keys": start("quick", workers=2, api_keys=str(keys)),
         "sockets": start("loads", workers=2, unix_socket=str(sockets / "public"), admin_port=0, **tls),
         "drains": start("loads", workers=2),
         "stuck": start("loads", workers=2, stuck_seconds=3.0, exit_when_stuck=True),
