@@ -5,10 +5,10 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import chain, count, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 from command_line import PRIVATE, model_arguments, run, succeeded
 from core_models import random_text
+from forked import fresh
 from store_server import object_store
 
 from attncache_core import InvalidInput
 from service.bulk import cluster, shards
 from service.bulk.sharded import MANIFEST, OPTIONS
 from service.bulk.shards import Shard, plan
+from service.cli import main
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -456,12 +458,18 @@ def actors():
     return found
 
 
+def drive(arguments):
+    """Run a command with a Ray cluster, as a process of its own."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    main(arguments)
+
+
 def kill_something(chance, cluster, driver):
     """Kill the driver, a node or an actor. Returns what was killed, or None if nothing ran."""
     kind = chance.choices(("actor", "node", "driver"), (6, 2, 2))[0] if KILLS else "actor"
     if kind == "driver":
         driver.kill()
-        driver.wait()
+        driver.join()
         return kind
     if kind == "node":
         workers = [node for node in cluster.list_all_nodes() if not node.is_head()]
@@ -496,22 +504,18 @@ def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, text
     expected, output = tmp_path / "expected", tmp_path / "out"
     succeeded(embed(tiny_checkpoint, folder, expected))
     cluster = cluster_of(3 if KILLS else 1)
-    command = [sys.executable, "-c", "from service.cli import main; main()"]
-    command += ["embed", *model_arguments(tiny_checkpoint), folder, "--output", output]
+    command = ["embed", *model_arguments(tiny_checkpoint), folder, "--output", output]
     command += ["--ray", cluster.address, "--threads", "1"]
-
-    def start():
-        return subprocess.Popen(list(map(str, command)), cwd=Path(__file__).parents[2])
-
+    start = partial(fresh, drive, list(map(str, command)))
     chance, killed = random.Random(7), Counter()
     driver = start()
     try:
         while killed.total() < max(1, KILLS):
             time.sleep(chance.uniform(0.5, 10) if KILLS else 0.02)
-            if driver.poll() is not None:
+            if not driver.is_alive():
                 # A run that ended before all kills begins again.
-                assert driver.returncode in (0, 3, -signal.SIGKILL)
-                if driver.returncode == 0:
+                assert driver.exitcode in (0, 3, -signal.SIGKILL)
+                if driver.exitcode == 0:
                     assert bytes_of(output) == bytes_of(expected)
                     print(f"equal after {dict(killed)}")
                     shutil.rmtree(output)
@@ -521,8 +525,8 @@ def test_ray_gives_the_same_bytes_also_after_kills(tiny_checkpoint, folder, text
                 continue
             if kind := kill_something(chance, cluster, driver):
                 killed[kind] += 1
-        while (code := driver.wait(600)) != 0:
-            assert code in (3, -signal.SIGKILL)
+        while driver.join(600) or driver.exitcode != 0:
+            assert driver.exitcode in (3, -signal.SIGKILL)
             driver = start()
     finally:
         driver.kill()
