@@ -103,7 +103,7 @@ def test_rollback_goes_back_once_and_the_next_generation_has_a_new_number(root, 
     renew(root, tiny_prototypes_database)
     assert roll_back(root).generation == 1
     assert (number_of(root), kept(root)) == (1, [1, 2])
-    with pytest.raises(InvalidInput, match="before generation 1.*only 1, 2; .* write its number into"):
+    with pytest.raises(InvalidInput, match=r"before generation 1.*only 1, 2; .* write its number into"):
         roll_back(root)
     for number in (2, 1):  # a rollback that was a mistake, and the way back
         (root / "current").write_text(f"{number}\n")
@@ -411,4 +411,3 @@ def test_process_that_is_killed_while_it_clears_up_leaves_no_half_build_to_go_on
     assert names(workspace) == ["000001", "decision.json"]
     clear_workspace(root)
     assert not workspace.exists()
-

@@ -6,8 +6,8 @@ files are in FOLDER/NAME.
 
 The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. All other manners
 serve the fake engine. Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s,
-or 0.03 s with the manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all threads that need the
-interpreter.
+or 0.03 s with the manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop.
+SIGUSR2 hangs all threads that need the interpreter.
 """
 
 import atexit
