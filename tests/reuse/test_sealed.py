@@ -282,17 +282,18 @@ def test_projector_with_another_width_than_the_model_is_refused_when_the_engine_
         *("index/00005.faiss", "index/00010.faiss", "maps/00005.maps", "maps/00010.maps"),
     ],
 )
-@pytest.mark.parametrize("offset", [0, 20, -1])
-def test_verify_of_an_open_database_finds_a_changed_byte_in_any_file(folder, name, offset):
+def test_verify_of_an_open_database_finds_a_changed_byte_in_any_file(folder, name):
     database = AttentionDatabase.open(folder)
-    assert database.verify() == []
-    flip(folder / name, offset, bit=4)
-    sentences = database.verify()
-    if name.startswith("maps") and offset == -1:
-        assert sentences == []  # the last byte is padding after the numbers of the last record
-    else:
-        assert len(sentences) == 1
-        assert Path(name).name in sentences[0]
+    for offset in (0, 20, -1):
+        assert database.verify() == []
+        flip(folder / name, offset, bit=4)
+        sentences = database.verify()
+        if name.startswith("maps") and offset == -1:
+            assert sentences == []  # the last byte is padding after the numbers of the last record
+        else:
+            assert len(sentences) == 1
+            assert Path(name).name in sentences[0]
+        flip(folder / name, offset, bit=4)
 
 
 def test_verify_finds_a_damaged_classifier_of_the_decisions(folder):

@@ -1,6 +1,7 @@
 """Templates, pooling and labels, from the command line to the results."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -50,13 +51,16 @@ def texts_of(folder):
     return [line.split("\t")[0] for line in (folder / "texts.tsv").read_text().splitlines()[1:]]
 
 
-def test_database_records_texts_in_the_template_as_lower_triangles(folder, engine):
-    arguments = (
-        *("--corpus", folder / "texts.tsv", "--database", folder / "a.db"),
-        *("--heads", "4", "--threshold", "0.9", "--prototypes", "0"),
-    )
-    shown = succeeded(run("build", *options(folder), *arguments))
-    database = AttentionDatabase.open(folder / "a.db")
+@pytest.fixture(scope="module")
+def built(folder, few_steps, fixed_costs):  # noqa: ARG001 - patch the build
+    """A database in the template with a budget of cosines, and what its build printed. Do not change it."""
+    corpus = ("--corpus", folder / "texts.tsv", "--database", folder / "a.db", "--heads", "4")
+    return folder / "a.db", succeeded(run("build", *options(folder), *corpus, "--prototypes", "0"))
+
+
+def test_database_records_texts_in_the_template_as_lower_triangles(folder, engine, built):
+    path, shown = built
+    database = AttentionDatabase.open(path)
     sequences = engine.tokenize(texts_of(folder))
     assert all(database.search.store.record_of(ids) is not None for ids in sequences)
     assert database.search.store.records == len(sequences)
@@ -73,10 +77,9 @@ def test_database_records_texts_in_the_template_as_lower_triangles(folder, engin
     ],
     ids=["template", "pooling", "labels"],
 )
-def test_database_serves_only_uses_that_its_budget_covers(folder, tmp_path, used, field):
+def test_database_serves_only_uses_that_its_budget_covers(folder, built, tmp_path, used, field):
     """A cosine budget also covers labels in the same template, but no other template and no other pooling."""
-    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
-    succeeded(run("build", *options(folder), *corpus, "--prototypes", "0"))
+    shutil.copytree(built[0], tmp_path / "a.db")
     adapted = {"template": Template.parse(WRITTEN), "pooling": "lasttoken"} | used
     if used.get("label_logits"):
         del adapted["pooling"]
@@ -106,29 +109,21 @@ def test_budget_of_decisions_covers_the_labels_of_the_build_only(folder, tmp_pat
     assert "only with the labels that it was calibrated with" in refused.stderr
 
 
-def test_classifier_is_fitted_on_the_embeddings_of_the_template(folder, engine):
-    succeeded(
-        run("fit-classifier", *options(folder), "--data", folder / "texts.tsv", "--output", folder / "c")
-    )
-    fitted = LinearClassifier.load(folder / "c")
+def test_classifier_is_fitted_and_evaluated_on_the_embeddings_of_the_template(folder, engine, tmp_path):
+    """A classifier fitted on other embeddings of the same texts would have another accuracy."""
+    data = ("--data", folder / "texts.tsv")
+    succeeded(run("fit-classifier", *options(folder), *data, "--output", tmp_path / "c"))
+    fitted = LinearClassifier.load(tmp_path / "c")
     fitted.require_fingerprint(engine.checkpoint.embedding_fingerprint(), "it")
     plain = read_checkpoint(folder / "model").embedding_fingerprint()
     assert fitted.fingerprint != plain
-
-
-def test_evaluation_uses_the_template_and_the_pooling(folder, engine):
-    """A classifier fitted on other embeddings of the same texts would have another accuracy."""
-    data = (
-        *("--data", folder / "texts.tsv", "--train", folder / "texts.tsv"),
-        *("--methods", "full", "--rounds", 1),
-    )
-    report = folder / "report.json"
-    succeeded(run("evaluate", "classification", *options(folder), *data, "--json", report))
+    report = tmp_path / "report.json"
+    methods = ("--train", folder / "texts.tsv", "--methods", "full", "--rounds", 1, "--json", report)
+    succeeded(run("evaluate", "classification", *options(folder), *data, *methods))
     accuracy = json.loads(report.read_text())["methods"][0]["score"]
-    embeddings = engine.embed(texts_of(folder))
     truth = ["card" if "card" in text else "other" for text in texts_of(folder)]
-    fitted = LinearClassifier.load(folder / "c").predict(embeddings)
-    assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(fitted, truth, strict=True)]))
+    predicted = fitted.predict(engine.embed(texts_of(folder)))
+    assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(predicted, truth, strict=True)]))
 
 
 def labelled(folder):
@@ -136,27 +131,26 @@ def labelled(folder):
     return "--model", folder / "model", "--dtype", "float32", *used
 
 
-def test_build_evaluation_and_calibration_use_decisions_among_labels(folder):
-    built = ("--corpus", folder / "texts.tsv", "--database", folder / "l.db", "--min-agreement", "0.5")
+def test_build_evaluation_calibration_and_server_use_decisions_among_labels(folder, tmp_path):
+    path = tmp_path / "l.db"
+    built = ("--corpus", folder / "texts.tsv", "--database", path, "--min-agreement", "0.5")
     text = succeeded(run("build", *labelled(folder), *built, "--prototypes", "2"))
     assert "mean agreement of the hits at least 0.5" in text
-    report = folder / "labels.json"
+    report = tmp_path / "labels.json"
     data = ("--data", folder / "texts.tsv:text", "--methods", "full", "--rounds", 1, "--json", report)
     succeeded(run("evaluate", "agreement", *labelled(folder), *data))
     assert json.loads(report.read_text())["methods"][0]["score"] == 1
     random = np.random.default_rng(9)
-    (folder / "unseen.txt").write_text("\n".join(random_text(random, 4) for _ in range(25)), encoding="utf-8")
-    options = ("--database", folder / "l.db", "--texts", folder / "unseen.txt", "--min-agreement", "0.4")
+    unseen = tmp_path / "unseen.txt"
+    unseen.write_text("\n".join(random_text(random, 4) for _ in range(25)), encoding="utf-8")
+    options = ("--database", path, "--texts", unseen, "--min-agreement", "0.4")
     assert "mean agreement of the hits at least 0.4" in succeeded(
         run("calibrate", *labelled(folder), *options)
     )
-
-
-def test_server_of_labels_compares_hits_by_decisions(folder):
     adapted = read_checkpoint(folder / "model").adapted(
         template=Template.parse(WRITTEN), label_logits=True, labels=["card", "bank", "lost"]
     )
-    engine = PrefillEngine.load(adapted, database=AttentionDatabase.open(folder / "l.db"), dtype="float32")
+    engine = PrefillEngine.load(adapted, database=AttentionDatabase.open(path), dtype="float32")
     comparator = engine.decisions.comparator(engine.map_reuse.policy.budget.measure)
     sequences = engine.tokenize(texts_of(folder))
     outputs = prefill(engine, sequences).outputs
