@@ -64,18 +64,14 @@ def test_importance_of_every_layer_is_shown_and_kept(tiny_checkpoint, tiny_engin
     assert "--drop-attention {}, --drop-block {}".format(*least) in shown
 
 
-def test_sample_of_the_shipped_corpus_is_measured_by_default(tiny_checkpoint, tmp_path):
-    report = tmp_path / "importance.json"
-    succeeded(importance(tiny_checkpoint, "--sample", "7", "--json", report))
-    assert json.loads(report.read_text())["machine"]["texts"] == 7
-
-
-def test_former_flag_is_accepted_and_changes_nothing(tiny_checkpoint, files, tmp_path):
-    for flag in ((), ("--importance",)):
-        report = tmp_path / f"report{len(flag)}.json"
-        texts = ("--texts", f"{files / 'corpus.tsv'}:text")
-        succeeded(importance(tiny_checkpoint, *flag, *texts, "--json", report))
-    assert (tmp_path / "report0.json").read_bytes() == (tmp_path / "report1.json").read_bytes()
+def test_sample_of_the_shipped_corpus_is_measured_by_default_and_the_former_flag_changes_nothing(
+    tiny_checkpoint, tmp_path
+):
+    plain, flagged = (tmp_path / name for name in ("plain.json", "flagged.json"))
+    succeeded(importance(tiny_checkpoint, "--sample", "7", "--json", plain))
+    succeeded(importance(tiny_checkpoint, "--importance", "--sample", "7", "--json", flagged))
+    assert json.loads(plain.read_text())["machine"]["texts"] == 7
+    assert flagged.read_bytes() == plain.read_bytes()
 
 
 def test_importance_of_no_texts_is_refused(tiny_checkpoint, tmp_path):

@@ -58,8 +58,9 @@ def model(models, request):
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.7])
-def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, folder, ratio):
+@pytest.fixture(scope="module")
+def expected_deviations(folder):
+    """How far the keys and values of each chunk alone are from those of a full pass, of each token."""
     chunks, query = random_chunks((20, 37, 9, 30), 7)
     ids, spans = joined(chunks, query)
     full = keys_and_values(folder, ids, 1)
@@ -67,6 +68,13 @@ def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, folder, rat
     for (first, end), chunk in zip(spans[1:], chunks[1:], strict=True):
         alone = keys_and_values(folder, [*OPENING, *chunk], 1)[len(OPENING) :]
         expected[first:end] = ((full[first:end] - alone) ** 2).sum(axis=1)
+    return expected
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.7])
+def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, expected_deviations, ratio):
+    chunks, query = random_chunks((20, 37, 9, 30), 7)
+    (ids, spans), expected = joined(chunks, query), expected_deviations
     recomputation = Recomputation(ratio)
     with noted_layers() as noted:
         found = run_chunks(model, store_of(model), chunks, query, recomputation).blends[0].deviations
