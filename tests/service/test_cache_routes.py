@@ -51,11 +51,13 @@ async def test_memory_is_emptied_and_a_disk_that_cannot_be_is_a_503(folder, tmp_
     async with serving(load(folder, disk=tmp_path / "kv"), admin=True) as client:
         await succeeded(client.post("/cache/warm", json={"texts": TEXT}))
         (tmp_path / "kv").rename(tmp_path / "away")
+        (tmp_path / "kv").touch()
         refused = await client.delete("/cache")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
         assert "from --kv-dir" in refused.json()["error"]["message"]
         (found,) = await succeeded(client.post("/cache/lookup", json={"texts": TEXT}))
         assert found["cached_tokens"] == 0
+        (tmp_path / "kv").unlink()
         (tmp_path / "away").rename(tmp_path / "kv")
         assert await succeeded(client.delete("/cache")) == {"blocks": 0}
 
