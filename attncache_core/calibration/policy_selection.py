@@ -2,7 +2,7 @@
 
 curve     damage by similarity, for each length group and kind of record       thresholds.fit_curve
 -> θ      the lowest threshold that keeps the budget with 95 % confidence      thresholds.choose_group
--> group  search, the unsearched mean, or recorded sequences only              policy_for
+-> group  search, the unsearched mean, or recorded sequences only              policy_for, rare_length
 -> mask   the mask with which the hits save the most time                      choose_policy
 """
 
@@ -16,7 +16,13 @@ import numpy as np
 
 from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.calibration.savings import Savings
-from attncache_core.calibration.thresholds import choose_group, mean_keeps, mean_or_none, share_bound
+from attncache_core.calibration.thresholds import (
+    MIN_PROBES,
+    choose_group,
+    mean_keeps,
+    mean_or_none,
+    share_bound,
+)
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.mask import ReuseMask
@@ -26,6 +32,19 @@ from attncache_core.reuse.storage.layout import RecordKind
 # more.
 _PROBES_PER_GROUP = {Measure.COSINE: 100, Measure.AGREEMENT: 600}
 _MAX_GROUPS = 6
+# The shortest texts are hardly measured if they are fewer than this share of the probes, and than MIN_PROBES.
+_RARE_SHARE = 0.02
+
+
+def rare_length(lengths: np.ndarray) -> int:
+    """Return the number of tokens up to which hardly any probe was measured; 0 if there is none.
+
+    A text of a few tokens, such as a single word, differs from the mean of its length more than a longer text
+    does, and the longer ones of its length group would hide it. lengths: tokens of each probe, rising.
+    """
+    few = int(np.ceil(min(MIN_PROBES, _RARE_SHARE * len(lengths))))
+    # The length of this probe is not rare; all shorter ones are.
+    return int(lengths[lengths < lengths[few - 1]].max(initial=0)) if few else 0
 
 
 def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:
@@ -138,17 +157,20 @@ def policy_for(
     A group either is searched with the lowest θ that keeps the budget, or the mean serves all its sequences
     without a search. If neither keeps the budget, nothing is searched and only recorded sequences hit.
     familiar: bool [probes], False for probes that are too strange to hit. The budget must hold for the
-    familiar probes. None: all are familiar.
+    familiar probes. None: all are familiar. Of lengths that are too rare to be measured, only recorded
+    sequences hit; see rare_length.
     """
-    members = [group if familiar is None else group[familiar[group]] for group in terms.groups]
-    longest = [int(terms.probes.lengths[group].max()) for group in terms.groups]
-    groups = (
+    lengths = terms.probes.lengths
+    rare = rare_length(lengths)
+    may_hit = (lengths > rare) if familiar is None else (lengths > rare) & familiar
+    longest = [int(lengths[group].max()) for group in terms.groups]
+    groups = [
         replace(_group_for(terms, rows, measured, mask), longest=tokens)
-        if len(rows)
+        if len(rows := group[may_hit[group]])
         else recorded_only(tokens)
-        for rows, tokens in zip(members, longest, strict=True)
-    )
-    return ReusePolicy(terms.budget, tuple(groups))
+        for group, tokens in zip(terms.groups, longest, strict=True)
+    ]
+    return ReusePolicy(terms.budget, (*([recorded_only(rare)] if rare else []), *groups))
 
 
 def _group_for(

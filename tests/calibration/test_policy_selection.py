@@ -17,6 +17,7 @@ from attncache_core.calibration.policy_selection import (
     choose_policy,
     length_groups,
     policy_for,
+    rare_length,
 )
 from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.calibration.report import report
@@ -329,6 +330,32 @@ def test_length_groups_are_equally_large_where_no_length_is_common(measure, coun
     sizes = [len(group) for group in length_groups(np.arange(1, count + 1), measure)]
     assert len(sizes) == groups
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=2500))
+def test_lengths_up_to_the_rare_one_are_few_probes_and_with_the_next_length_they_are_not(lengths):
+    lengths = np.sort(lengths)
+    rare, few = rare_length(lengths), min(20, 0.02 * len(lengths))
+    assert np.sum(lengths <= rare) < few or rare == 0
+    following = lengths[lengths > rare].min()
+    assert np.sum(lengths <= following) >= few
+
+
+def test_of_lengths_that_are_hardly_measured_only_recorded_texts_hit():
+    probes, masks, measured = some_probes(count=600)
+    budget, lengths = Budget(COSINE, 0.5), probes.lengths.copy()
+    without = policy_for(terms_of(probes, budget), measured[0], masks[0])
+    lengths[:11] = 1
+    rare = Probes([[2] * length for length in lengths], probes.records, probes.similarities)
+    policy = policy_for(terms_of(rare, budget), measured[0], masks[0])
+    assert [group.longest for group in policy.groups] == [1, *(group.longest for group in without.groups)]
+    assert not policy.groups[0].approximates
+    assert all(group.approximates for group in policy.groups[1:])
+    # The texts that cannot hit do not count in the group of the longer ones.
+    behind = choose_group(
+        rare, np.arange(11, np.sum(lengths <= policy.groups[1].longest)), measured[0], budget
+    )
+    assert policy.groups[1].kinds == behind.kinds
 
 
 # A hit saves two microseconds per token and head. A search costs seven microseconds.
