@@ -43,8 +43,8 @@ def rare_length(lengths: np.ndarray) -> int:
     does, and the longer ones of its length group would hide it. lengths: tokens of each probe, rising.
     """
     few = int(np.ceil(min(MIN_PROBES, _RARE_SHARE * len(lengths))))
-    # The length of this probe is not rare; all shorter ones are.
-    return int(lengths[lengths < lengths[few - 1]].max(initial=0)) if few else 0
+    common = int(lengths[few - 1])  # the shortest length that is not rare
+    return common - 1 if lengths[0] < common else 0
 
 
 def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:

@@ -343,11 +343,15 @@ class TextTokenizer:
     def written_behind(self, ids: Sequence[int]) -> list[str]:
         """Return what each token adds to the text behind the token in front of it.
 
-        A decoder may write the first token of a text without the space that begins it.
+        A decoder may write the first token of a text without the space that begins it. Behind a part of a
+        character it may write no token right, so a token is written alone there.
         """
         alone = self.written(ids)
         both = self.decode(list(pairwise(ids)), skip_special=False)
-        return alone[:1] + [pair[len(first) :] for first, pair in zip(alone, both, strict=False)]
+        return alone[:1] + [
+            token if first.endswith("\ufffd") else pair[len(first) :]
+            for (first, token), pair in zip(pairwise(alone), both, strict=True)
+        ]
 
     @property
     def prompt_tokens(self) -> int:

@@ -336,9 +336,13 @@ def test_length_groups_are_equally_large_where_no_length_is_common(measure, coun
 def test_lengths_up_to_the_rare_one_are_few_probes_and_with_the_next_length_they_are_not(lengths):
     lengths = np.sort(lengths)
     rare, few = rare_length(lengths), min(20, 0.02 * len(lengths))
-    assert np.sum(lengths <= rare) < few or rare == 0
     following = lengths[lengths > rare].min()
     assert np.sum(lengths <= following) >= few
+    if rare:
+        assert 0 < np.sum(lengths <= rare) < few
+        assert following == rare + 1  # also lengths between them, of which nothing was measured, are rare
+    else:
+        assert np.sum(lengths == lengths[0]) >= few
 
 
 def test_of_lengths_that_are_hardly_measured_only_recorded_texts_hit():
@@ -348,7 +352,7 @@ def test_of_lengths_that_are_hardly_measured_only_recorded_texts_hit():
     lengths[:11] = 1
     rare = Probes([[2] * length for length in lengths], probes.records, probes.similarities)
     policy = policy_for(terms_of(rare, budget), measured[0], masks[0])
-    assert [group.longest for group in policy.groups] == [1, *(group.longest for group in without.groups)]
+    assert [group.longest for group in policy.groups] == [2, *(group.longest for group in without.groups)]
     assert not policy.groups[0].approximates
     assert all(group.approximates for group in policy.groups[1:])
     # The texts that cannot hit do not count in the group of the longer ones.

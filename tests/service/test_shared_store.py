@@ -94,6 +94,8 @@ async def test_what_another_program_has_stored_under_a_name_is_no_value_and_is_r
         assert await store.get(f"{number}", seconds) is None
         assert await store.compare_and_set(f"{number}", None, b"value")
         assert await store.get(f"{number}", seconds) == b"value"
+    valkey.ask("RPUSH", "attncache:use:lock", b"an entry of a list")
+    assert await store.compare_and_set("lock", None, b"value")
     await stores.close()
 
 

@@ -4,7 +4,7 @@ import pytest
 from core_decoders import write_llama
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -193,3 +193,15 @@ def test_a_separator_is_found_where_the_decoder_removes_the_first_space_of_a_tex
     found = split_at(ids, frame, tokenizer.written_behind(ids), " ###")
     assert tokenizer.decode([ids[first:end] for first, end in found.spans]) == ["my card", "is lost"]
     assert split_at(ids, frame, tokenizer.written(ids), " ###").spans == []
+
+
+def test_a_separator_is_found_behind_a_character_of_several_tokens(tmp_path):
+    tokens = {"<s>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257, "b": 258}
+    by_bytes = Tokenizer(models.BPE(tokens, [], byte_fallback=True))
+    by_bytes.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    write_llama(tmp_path)
+    by_bytes.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(read_checkpoint(tmp_path))
+    (ids,) = tokenizer.turns(["a\U0001f600\n\nb"])
+    assert tokenizer.decode([ids]) == ["a\U0001f600\n\nb"]
+    assert tokenizer.written_behind(ids)[-3:] == ["\n", "\n", "b"]

@@ -263,8 +263,8 @@ class DiskTier(TierCounter):
         A folder that was removed, as programs that clear up do, is made again.
         """
         if not self._folder.exists():
-            logger.warning("the folder of keys and values, %s, was removed; it is made again", self._folder)
             self._make_folder()
+            logger.warning("the folder of keys and values, %s, was removed, and was made again", self._folder)
         with open(self._folder / "usage", "r+b", buffering=0, opener=_private_opener) as file:
             _lock(file)
             try:

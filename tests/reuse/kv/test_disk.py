@@ -517,7 +517,7 @@ def test_folder_that_vanishes_makes_blocks_absent_and_is_made_again(tier, folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     shutil.rmtree(folder)
     tier.clear()
-    assert caplog.text.count("was removed; it is made again") == 2
+    assert caplog.text.count("was removed, and was made again") == 2
 
 
 def test_at_most_half_of_the_files_that_the_process_may_open_are_blocks(folder, monkeypatch):
