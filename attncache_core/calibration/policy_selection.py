@@ -37,10 +37,10 @@ _RARE_SHARE = 0.02
 
 
 def rare_length(lengths: np.ndarray) -> int:
-    """Return the number of tokens up to which hardly any probe was measured; 0 if there is none.
+    """Return the number of tokens up to which only a few probes were measured; 0 if there are no such probes.
 
     A text of a few tokens, such as a single word, differs from the mean of its length more than a longer text
-    does, and the longer ones of its length group would hide it. lengths: tokens of each probe, rising.
+    does. In one length group with longer texts, it would hardly count. lengths: tokens of each probe, rising.
     """
     few = int(np.ceil(min(MIN_PROBES, _RARE_SHARE * len(lengths))))
     common = int(lengths[few - 1])  # the shortest length that is not rare

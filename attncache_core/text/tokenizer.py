@@ -343,8 +343,8 @@ class TextTokenizer:
     def written_behind(self, ids: Sequence[int]) -> list[str]:
         """Return what each token adds to the text behind the token in front of it.
 
-        A decoder may write the first token of a text without the space that begins it. Behind a part of a
-        character it may write no token right, so a token is written alone there.
+        A decoder may write the first token of a text without the space that begins it. A token behind a part
+        of a character is written as if it stood alone, because decoders may join both into a wrong character.
         """
         alone = self.written(ids)
         both = self.decode(list(pairwise(ids)), skip_special=False)

@@ -81,7 +81,7 @@ class SharedBlocks:
 
 
 def _head(found: bytes | Exception) -> bytes:
-    """Return the beginning of a value. What another program has put there is no block, and is replaced."""
+    """Return the beginning of a value; of a value of another type, what no block begins with."""
     if not isinstance(found, Exception):
         return found
     if is_of_another_type(found):

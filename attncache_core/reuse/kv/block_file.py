@@ -180,8 +180,8 @@ class OpenBlock:
 
     The block stays readable while it is open, even if it is removed. Several threads may read at once.
     checksums: as `BlockFormat.read_checksums` returned them. on_read: is called with the bytes of each part
-    that was read. on_damage: is called before DamagedBlock is raised. on_close: is called behind closing, and
-    may be called again.
+    that was read. on_damage: is called before DamagedBlock is raised. on_close: is called after the file was
+    closed, maybe more than once.
     """
 
     tier = "disk"

@@ -336,7 +336,8 @@ class AttentionDatabase:
         """Return a sentence for each fault in the files of the folder; an empty list if there is no fault.
 
         Opens each generation of the folder again, which checks manifest, key, digests, headers, record
-        tables, numbers and dimensions, and then reads every record once.
+        tables, numbers and dimensions, and then reads every record once, and what servers and calibrations
+        have found.
         """
         root = self.generation.root
         faults = [fault for generation in verify_generations(root) for fault in generation.faults]
@@ -377,7 +378,7 @@ class VerifiedGeneration(NamedTuple):
 
 
 def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
-    """Open each generation of the database in `root`, and read every record once."""
+    """Open each generation of the database in `root`, and read every record and all findings once."""
     for generation in kept_generations(root):
         try:
             database = AttentionDatabase.open_generation(generation)
@@ -392,7 +393,7 @@ def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
 
 
 def _damaged_findings(database: AttentionDatabase) -> Iterator[str]:
-    """Yield a sentence for each file that cannot be read of what was found out after the build."""
+    """Yield a sentence for each file about the time after the build that cannot be read."""
     findings = (
         lambda: kept_steps(database.folder, database.search.policy),
         database._calibration_texts,

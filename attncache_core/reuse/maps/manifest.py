@@ -76,7 +76,7 @@ class Manifest:
             raise ValueError("a threshold is not a finite number")
         if any(set(group.kinds) != set(RecordKind) for group in self.policy.groups):
             raise ValueError("a kind of record has no policy")
-        _ = self.policy.steps  # which are not negative
+        _ = self.policy.steps  # raises ValueError if a number of steps is negative
         if not isinstance(self.build.get("variant") or {}, dict):
             raise ValueError("the variant is no table")
         _require_quality(self.quality)
