@@ -25,7 +25,7 @@ from attncache_core.engine.result import BatchReport, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
-from attncache_core.native.pooling import address
+from attncache_core.native.memory import address
 from attncache_core.native.stack import KeyValueSlots
 from attncache_core.reuse.blend.chunks import (
     LAYERS_A_STEP,

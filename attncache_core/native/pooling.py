@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attncache_core import native
+from attncache_core.native.memory import address
 
 # The numbers of pooling_mode in pooling.h.
 _MODES = {"cls": 0, "lasttoken": 1, "max": 2, "mean": 3, "mean_sqrt_len_tokens": 4, "weightedmean": 5}
@@ -122,12 +123,6 @@ def unit_length(rows: np.ndarray) -> np.ndarray | None:
     scaled = np.empty_like(rows)
     _scaling(kernel.library)(address(rows), address(scaled), *rows.shape)
     return scaled
-
-
-def address(array: np.ndarray) -> int:
-    """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
-    found: int = array.__array_interface__["data"][0]
-    return found
 
 
 def _library() -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from attncache_core import native
+from attncache_core.native.memory import aligned
 
 # The activations and their numbers in rows.h.
 ACTIVATION_NUMBERS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
@@ -21,7 +22,6 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_LEVEL = 127
 # The smallest scale. A row of zeros has this scale, because scales are divisors.
 MIN_SCALE = 1e-30
-_ALIGNMENT = 64
 
 
 class MatrixKind(IntEnum):
@@ -211,16 +211,6 @@ def packed_products(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMa
         return None
     pairs = weight.dtype == torch.bfloat16 and has_pairs(found)
     return PackedMatrix(found, MatrixKind.PAIRS if pairs else MatrixKind.WHOLE, weight, bias)
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of `x` at an address that is a multiple of 64 bytes."""
-    size = x.element_size()
-    space = torch.empty(x.numel() + _ALIGNMENT // size, dtype=x.dtype)
-    first = -space.data_ptr() % _ALIGNMENT // size
-    copy = space[first : first + x.numel()].view(x.shape)
-    copy.copy_(x)
-    return copy
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attncache_core.native.attention_kernel import NUMBER_TYPES
-from attncache_core.native.pooling import address
+from attncache_core.native.memory import address
 from attncache_core.native.products import PackedMatrix
 
 KINDS = 3  # of records: kind 0 are the records of sentences, the other kinds are synthetic

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from attncache_core.native.attention_kernel import NUMBER_TYPES
-from attncache_core.native.pooling import CompiledPooling, PoolingFields, address
+from attncache_core.native.memory import address
+from attncache_core.native.pooling import CompiledPooling, PoolingFields
 from attncache_core.native.products import has_pairs
 from attncache_core.native.stack_layers import (
     AttentionHalf,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 
-from attncache_core.native.pooling import address
+from attncache_core.native.memory import address, large_pages
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 
 
@@ -22,11 +20,7 @@ class BlockPool:
         """most_bytes: the places together take at most this many bytes; less than one place: no place."""
         self.layout = layout
         self.places = most_bytes // layout.block_bytes
-        self._mapping = mmap.mmap(-1, max(1, self.places) * layout.block_bytes)
-        # Large pages make the first use of a place several times cheaper.
-        with suppress(OSError):  # a kernel without large pages refuses
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._bytes = np.frombuffer(large_pages(max(1, self.places) * layout.block_bytes), dtype=np.uint8)
         self._first = address(self._bytes)
         self._free: list[int] = []
         self._never_used = 0  # places from here on were never taken

@@ -1,0 +1,42 @@
+"""Tests of the memory of packed weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncache_core.native import memory
+from attncache_core.native.memory import aligned, large_pages
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=12), dtype=st.sampled_from([torch.float32, torch.int8]))
+def test_copies_are_aligned_and_do_not_overlap(sizes: list[int], dtype: torch.dtype) -> None:
+    """Each copy keeps its numbers while others are made, also if they need several mappings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_SHARED_BYTES", 512)
+        rows = [torch.full((size, 3), number).to(dtype).T for number, size in enumerate(sizes)]
+        copies = [aligned(each) for each in rows]
+        for copy, original in zip(copies, rows, strict=True):
+            assert copy.is_contiguous()
+            assert copy.data_ptr() % 64 == 0
+            assert torch.equal(copy, original)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
+def test_large_pages_are_asked_for_private_memory() -> None:
+    """The system's flags of the memory: it may have large pages (hg), and is not shared (sh)."""
+    kept = torch.frombuffer(large_pages(8 * 2**20), dtype=torch.uint8)
+    inside = kept.data_ptr() + len(kept) // 2
+    holds = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            holds = int(found[1], 16) <= inside < int(found[2], 16)
+        elif holds and line.startswith("VmFlags"):
+            flags = set(line.split()[1:])
+    assert "hg" in flags
+    assert "sh" not in flags
