@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ FORMATS = ("txt", "tsv", "csv", "jsonl")
 # Longer fields are rather a quote that is not closed, which would read the rest of the file into memory.
 _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
+# A field of a csv file that is quoted as a whole, or its beginning or its end on a line of its own.
+_QUOTED, _BEGUN, _ENDED = (re.compile(form) for form in ('"(?:[^"]|"")*"', '"(?:[^"]|"")*', '(?:[^"]|"")*"'))
+# Of so many quoted fields, and no field with other quotes, a tsv file is known to be quoted before its end.
+_SURELY_QUOTED = 20
 
 
 def read_rows(
@@ -34,7 +39,8 @@ def read_rows(
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
-    missing or named twice, or a row has no value for a column, more fields than the header or a null byte.
+    missing or named twice, or a row has no value for a column, more fields than the header or a null byte. A
+    tsv file that is quoted like a csv file is refused too, at the latest behind its last row.
     """
     return (row for _, row in numbered_rows(path, columns, file_format))
 
@@ -130,9 +136,8 @@ def _rows(
         yield from _columns(_csv_rows(lines, path), path, columns, "quote a field that holds a comma")
     else:
         split = (line.rstrip("\r\n").split("\t") for line in lines)
-        yield from _columns(
-            _without_surplus_tabs(split), path, columns, "replace tabs within a field by spaces"
-        )
+        rows = _without_surplus_tabs(_without_quoting(split, path))
+        yield from _columns(rows, path, columns, "replace tabs within a field by spaces")
 
 
 class _Lines(Iterator[str]):
@@ -170,6 +175,42 @@ def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]
             " each quote within a field",
             field="corpus",
         ) from error
+
+
+def _without_quoting(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
+    """Yield each row of a tsv file. Raises InvalidInput if it is quoted like a csv file.
+
+    Then every field with a quote is quoted as a whole, and has doubled quotes or a line break. One other
+    field shows that quotes belong to the texts.
+    """
+    may_be_quoted, is_open, quoted = True, False, 0
+    for row in rows:
+        for place, field in enumerate(row if may_be_quoted else ()):
+            if is_open:
+                ends = _ENDED.fullmatch(field) is not None
+                may_be_quoted = ends or (len(row) == 1 and '"' not in field.replace('""', ""))
+                is_open, quoted = not ends, quoted + ends
+            elif '"' not in field:
+                continue
+            elif _QUOTED.fullmatch(field):
+                quoted += '""' in field[1:-1]
+            else:
+                is_open = may_be_quoted = place == len(row) - 1 and _BEGUN.fullmatch(field) is not None
+            if not may_be_quoted:
+                break
+        if may_be_quoted and not is_open and quoted >= _SURELY_QUOTED:
+            raise _quoted(path)
+        yield row
+    if may_be_quoted and not is_open and quoted:
+        raise _quoted(path)
+
+
+def _quoted(path: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path} has quoted fields, and a .tsv file has no quoting; write it without quoting, or as .csv or "
+        ".jsonl",
+        field="corpus",
+    )
 
 
 def _without_surplus_tabs(rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
@@ -210,10 +251,9 @@ def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tupl
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"{path}, line {number} is not JSON", field="corpus") from error
-    values = [row.get(column) for column in columns] if isinstance(row, dict) else []
-    texts = tuple(value for value in values if isinstance(value, str))
-    if len(texts) < len(columns):
-        raise InvalidInput(
-            f"{path}, line {number} has no text in {' or '.join(map(repr, columns))}", field="column"
-        )
-    return texts
+    values = row if isinstance(row, dict) else {}
+    for column in columns:
+        if not isinstance(value := values.get(column), str):
+            found = "has no text" if value is None else "has a value that is no text (quote it)"
+            raise InvalidInput(f"{path}, line {number} {found} in {column!r}", field="column")
+    return tuple(values[column] for column in columns)

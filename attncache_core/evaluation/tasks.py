@@ -53,10 +53,26 @@ def recordable_sequences(task: Task) -> Sequences:
 
 
 def label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the labels by the model's names. The data may have numbers instead of the model's names."""
-    if set(labels) <= set(known) or not all(label.isdigit() and int(label) < len(known) for label in labels):
+    """Return the labels by the model's names.
+
+    The data may have numbers instead, from 0 on, if none of the numbers is a name.
+    """
+    distinct = set(labels)
+    if distinct & set(known) or not all(each.isdecimal() and int(each) < len(known) for each in distinct):
         return list(labels)
     return [known[int(label)] for label in labels]
+
+
+def require_known(labels: Sequence[str], known: Sequence[str], field: str) -> None:
+    """Raise InvalidInput, which names the field, unless all labels are among the model's names."""
+    unknown = set(labels) - set(known)
+    if unknown:
+        first = next(number for number, label in enumerate(labels, 1) if label in unknown)
+        raise InvalidInput(
+            f"{len(unknown)} labels of the texts are none of the model's {len(known)} classes, the first one "
+            f"that of text {first}; correct the labels, or leave these texts out",
+            field=field,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,12 +126,7 @@ class ClassificationTask:
         self._name, self._engine = name, engine
         known = self.labels.labels if self.labels else engine.decisions.labels or ()
         column = {label: index for index, label in enumerate(known)}
-        unknown = sorted(set(labels) - set(column))
-        if unknown:
-            raise InvalidInput(
-                f"{len(unknown)} labels of the data are none of the model's {len(column)} classes",
-                field="data",
-            )
+        require_known(labels, known, "data")
         self._truth = np.array([column[label] for label in labels])
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:

@@ -166,15 +166,16 @@ class BatchRunner:
     def _answer_known(self, piece: Slice, found: Sequence[PrefillResult | Lookup]) -> None:
         """Hand results that are kept to the request of a slice, and answer it if all are known."""
         answer: PrefillResult | None = None
-        lengths = np.diff(piece.prefill.offsets).tolist()
-        for place, result, tokens in zip(piece.places, found, lengths, strict=True):
-            if result is not Lookup.UNKNOWN:
-                is_kept = result is not Lookup.WAITS
-                self._metrics.observe_repeated("kept" if is_kept else "in_flight", tokens)
+        for place, result in zip(piece.places, found, strict=True):
             if isinstance(result, PrefillResult):
+                self._count_repeated(piece.request, "kept", result)
                 answer = piece.request.add(result, [place])
         if answer is not None:
             self._resolve([(piece.request, answer)])
+
+    def _count_repeated(self, request: PendingRequest, source: str, result: PrefillResult) -> None:
+        if request.counted:
+            self._metrics.observe_repeated(source, result.all_asked_tokens)
 
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
@@ -264,6 +265,8 @@ class BatchRunner:
             waited = self._results.settle(exact)
             kept = exact
             for expected, shared in waited:
+                # Only now: what waits for an approximate result is computed after all.
+                self._count_repeated(expected.request, "in_flight", shared)
                 found.append((expected.request, shared, expected.places))
         except BaseException as error:
             log_failure(logger, "results were not kept for others", error)

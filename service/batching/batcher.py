@@ -131,9 +131,9 @@ class Batcher:
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
         labels. reads: what the outputs are read for, as PrefillEngine.may_reuse. reuse: reuse results, stored
         keys and values of this salt, and attention maps if the engine allows it for this prompt. flow: who
-        sends the request; flows take turns (see FairOrder). counted: whether the metric of outcomes counts
-        the sequences. repeats: whether results of equal texts may be
-        reused; otherwise the engine computes all texts, and stores their keys and values. timing: is told
+        sends the request; flows take turns (see FairOrder). counted: whether the metrics of outcomes and of
+        repeated sequences count the sequences. repeats: whether results of equal texts may be reused;
+        otherwise the engine computes all texts, and stores their keys and values. timing: is told
         what happens to the request, also if the future fails. answered: called on the event loop with the
         token ids of a request that was answered and may reuse attention maps. Cancelling the future removes
         from the queue what still waits. Raises QueueFull at once if the texts do not fit into the queue, and
@@ -284,7 +284,8 @@ class Batcher:
         tokens = kept.all_asked_tokens
         request.timing.tokens += tokens
         request.timing.computed_at = time.perf_counter()
-        self._metrics.observe_repeated("kept", tokens, len(kept))
+        if request.counted:
+            self._metrics.observe_repeated("kept", tokens, len(kept))
         request.future.set_result(kept)
         return True
 

@@ -161,7 +161,7 @@ class PendingRequest:
     source: Source
     prompt: Prompt
     reuse: bool
-    counted: bool  # whether the metric of outcomes counts the sequences
+    counted: bool  # whether the metrics of outcomes and of repeated sequences count the sequences
     future: asyncio.Future[PrefillResult]
     flow: Sequence[Hashable] = ()
     # Whether the engine computes the sequences as trees of shared prefixes.

@@ -7,6 +7,8 @@ with its line and a remedy, and never with its text.
 from __future__ import annotations
 
 import io
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -75,10 +77,23 @@ class _LineRows:
         self._file, self._path, self._column, self._format = file, path, column, file_format
         self._binary: Any = file.buffer  # which is ahead of the text by a buffer
         self._bytes = max(1, path.stat().st_size)
+        self._opened = self._state()
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         rows = parse_rows(self._file, str(self._path), (self._column,), self._format, refuse_blank=True)
-        return ((number, text) for number, (text,) in rows)
+        for number, (text,) in rows:
+            yield number, text
+        if self._state() != self._opened:
+            raise InvalidInput(
+                f"{self._path} was changed while it was read, so its last line may be incomplete; wait until "
+                "it is written",
+                field="input",
+            )
+
+    def _state(self) -> tuple[int, int] | None:
+        """Return what changes when the file is written to; None for a pipe."""
+        found = os.fstat(self._file.fileno())
+        return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
     def place(self, number: int) -> str:
         return f"{self._path}, line {number}"
@@ -121,9 +136,10 @@ class ParquetRows:
             self._read += 1
             place = self.place(self._read)
             if not isinstance(value, str):
-                raise InvalidInput(
-                    f"{place}: no text in {self._column!r}; give the row a text", field="column"
-                )
+                found, remedy = "no text", "give the row a text"
+                if value is not None:
+                    found, remedy = f"{self._file.schema_arrow.field(self._column).type}", "write texts"
+                raise InvalidInput(f"{place}: {found} in {self._column!r}; {remedy}", field="column")
             require_text(value, place)
             yield self._read, value
 

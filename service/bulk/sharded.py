@@ -94,6 +94,7 @@ class Counts:
     done_before: int = 0  # shards of this part
     failed: int = 0
     is_complete: bool = False  # the manifest is written
+    others: int = 0  # outputs in the folder that the manifest does not name: of inputs that were changed
 
 
 def run_shards(
@@ -130,7 +131,7 @@ def run_shards(
             folder.put(part.failed_name, b"".join(map(as_line, failures)))
         else:
             folder.remove(part.failed_name)
-            counts.is_complete = _close(folder, options, part, planned)
+            counts.is_complete, counts.others = _close(folder, options, part, planned)
     return counts
 
 
@@ -207,16 +208,21 @@ def _due(
             yield shard, output
 
 
-def _close(folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes]) -> bool:
-    """Write the manifest if every shard is done. Returns whether it is written.
+def _close(
+    folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes]
+) -> tuple[bool, int]:
+    """Write the manifest if every shard is done.
 
-    Raises InvalidInput if a shard of this part is not done.
+    Returns whether it is written, and the number of outputs in the folder that it does not name. Raises
+    InvalidInput if a shard of this part is not done.
     """
     done = outputs_in(folder)
+    others = set(done)
     planned.seek(0)
     is_complete = True
     for line in planned:
         name = digest_of(orjson.loads(line)["output"])
+        others.discard(name)
         if name in done:
             continue
         if part.holds(name):
@@ -226,14 +232,14 @@ def _close(folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned
             )
         is_complete = False  # another part is not done
     if not is_complete:
-        return False
+        return False, 0
     lists = [stored.name for stored in folder.list() if _FAILED_NAME.fullmatch(stored.name)]
     for failed_name in lists:  # of earlier runs and other parts
         folder.remove(failed_name)
     planned.seek(0)
     folder.put(MANIFEST, _manifest(options, planned))
     folder.remove_unfinished()
-    return True
+    return True, len(others)
 
 
 def _manifest(options: Mapping[str, Any], planned: IO[bytes]) -> Iterator[bytes]:

@@ -239,7 +239,8 @@ def _files_of(given: str, left_out: str | None) -> Iterator[_File]:
 
 def _split(path: str) -> tuple[str, str]:
     """Return the folder of an input, and the pattern of its names."""
-    if "*" in path or path.endswith(".parquet"):
+    # Programs that write in parts make a folder of this name.
+    if "*" in path or (path.endswith(".parquet") and not Path(path).is_dir()):
         base = path.partition("*")[0].rpartition("/")[0] or "."
         return base, path.removeprefix(f"{base}/")
     return path.rstrip("/"), "*.parquet"

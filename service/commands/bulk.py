@@ -24,7 +24,7 @@ from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
 from service.bulk.run import Files, check_apart, run
-from service.bulk.sharded import OneWorker, Part, Workers, run_shards
+from service.bulk.sharded import MANIFEST, OneWorker, Part, Workers, run_shards
 from service.bulk.shards import ShardWorker, Work, check_input, plan
 from service.commands.options import (
     Command,
@@ -297,6 +297,12 @@ def _run_shards(
         f"{shown}: {counts.computed:,} shards computed ({counts.rows:,} rows), "
         f"{counts.done_before:,} were there, {counts.failed:,} failed; {end}"
     )
+    if counts.others:
+        click.echo(
+            f"attncache: {shown} also has {counts.others:,} shards of inputs that were changed or left out "
+            f"since; {MANIFEST} names the shards of these inputs",
+            err=True,
+        )
     if counts.failed:
         click.echo(f"attncache: {shown}/{files.part.failed_name} says what failed", err=True)
         sys.exit(_SOME_FAILED)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts, read_texts_with_labels
@@ -91,9 +91,29 @@ def test_text_file_gives_each_line_that_is_not_blank_unchanged(file, name):
 def test_quotes_have_a_meaning_in_csv_only(file):
     quoted = '"a ""b"""'
     assert texts(file("a.csv", f"text\n{quoted}\n")) == ['a "b"']
-    assert texts(file("a.tsv", f"text\n{quoted}\n")) == [quoted]
+    assert texts(file("a.tsv", f'text\n{quoted}\nsay "b"\n')) == [quoted, 'say "b"']
     assert texts(file("a.txt", f"{quoted}\n")) == [quoted]
     assert texts(file("b.tsv", 'text\tlabel\n"a\tb"\nc\td\n')) == ['"a', "c"]
+
+
+@given(
+    rows=st.lists(st.text(st.sampled_from('a," \n'), min_size=1), min_size=1, max_size=30),
+    with_label=st.booleans(),
+)
+@example(rows=['"a" b'] * 25, with_label=False)
+@example(rows=["a\nb", "c"], with_label=False)
+def test_tsv_file_is_read_as_it_was_meant_or_refused(rows, with_label, tmp_path_factory):
+    """Nothing that Python's csv module or pandas write by default becomes other texts in silence."""
+    path = tmp_path_factory.mktemp("quoted") / "a.tsv"
+    with path.open("w", encoding="utf-8", newline="") as written:
+        csv.writer(written, dialect="excel-tab", lineterminator="\n").writerows(
+            [[row, "label"] if with_label else [row] for row in ["text", *rows]]
+        )
+    if any('"' in row or "\n" in row for row in rows):
+        with pytest.raises(InvalidInput):
+            texts(str(path))
+    else:
+        assert texts(str(path)) == rows
 
 
 def test_csv_field_may_hold_commas_and_lines(file):

@@ -294,7 +294,7 @@ def test_bad_data_or_option_is_refused_in_one_line(
 def test_labels_that_are_not_classes_are_refused_in_one_line(tiny_classifier_checkpoint, tmp_path):
     data = write_table(tmp_path / "data.tsv", "text\tlabel", [("a card", PRIVATE), (PRIVATE, "card")])
     result = evaluate("classification", tiny_classifier_checkpoint, "--methods", "full", "--data", data)
-    assert_one_line(result, "1 labels of the data are none of the model's 3 classes")
+    assert_one_line(result, "1 labels of the texts are none of the model's 3 classes")
 
 
 @pytest.mark.parametrize("kind", ["classification", "agreement"])

@@ -121,7 +121,7 @@ def test_command_excludes_recorded_prompts_of_evaluated_texts(engine, texts, dat
     assert "accuracy" in output
     assert "agreement" in output
     refused = run("evaluate", "classification", *arguments, "--labels", "bank,card bank")
-    assert_one_line(refused, "labels of the data are none of the model's 2 classes")
+    assert_one_line(refused, "labels of the texts are none of the model's 2 classes")
 
 
 def test_tuning_judges_the_decisions_among_labels_of_several_tokens(engine, texts):

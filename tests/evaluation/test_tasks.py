@@ -10,7 +10,13 @@ from scipy.stats import spearmanr
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
+from attncache_core.evaluation.tasks import (
+    AgreementTask,
+    ClassificationTask,
+    RatedPairs,
+    SimilarityTask,
+    label_names,
+)
 from attncache_core.heads.comparator import Measure
 
 CLASSES = ("transfer", "card", "help")
@@ -91,12 +97,27 @@ def test_accuracy_uses_the_classes_of_the_model(classifier_engine):
 
 
 def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names(classifier_engine):
-    with pytest.raises(InvalidInput, match="2 labels of the data are none of the model's 3") as refused:
+    with pytest.raises(InvalidInput, match="2 labels of the texts are none of the model's 3") as refused:
         ClassificationTask(
             "data", classifier_engine, random_sequences([5] * 4), ["card", "secret", "x", "secret"]
         )
     assert refused.value.field == "data"
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["1", "0"], ["beta", "alpha"]),
+        (["beta", "1"], ["beta", "1"]),  # a name among them
+        (["2"], ["2"]),  # no such number
+        (["\u00b2"], ["\u00b2"]),
+        ([], []),
+    ],
+)
+def test_numbers_stand_for_names_only_if_none_of_them_is_one(labels, names):
+    assert label_names(labels, ["alpha", "beta"]) == names
+    assert label_names(["4", "0"], ["1", "2", "3", "4", "5"]) == ["4", "0"]
 
 
 def test_model_without_classes_refuses_every_label(tiny_engine):

@@ -19,6 +19,7 @@ from killed_transfers import run_until_killed
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.runner import Runner
+from attncache_core.errors import InvalidInput
 from service.bulk import chunks, formats, spool
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, embedding
@@ -394,6 +395,7 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
     [
         ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is not JSON"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2 has no text in 'text'"]),
+        ("a.jsonl", '{"text": 1}\n', ["line 1 has a value that is no text (quote it) in 'text'"]),
         ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
         ("a.jsonl", '{"text": "zanzibar"}\n \n{"text": "b"}\n', ["line 2: the text is empty"]),
         ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),
@@ -682,6 +684,18 @@ def test_files_are_read_no_further_than_necessary(tmp_path, ending):
     # A buffer ahead at most.
     assert all(share <= (index + 1) / 20 + 0.02 for index, share in enumerate(shares))
     assert shares[-1] > 0.95
+
+
+def test_file_that_grows_while_it_is_read_is_refused(tmp_path):
+    """Its last line may have been incomplete when it was read."""
+    source = write_texts(tmp_path / "texts.txt", ["my card is lost"] * 3)
+    with open_rows(source, "body") as rows:
+        texts = iter(rows)
+        next(texts)
+        with source.open("a", encoding="utf-8") as written:
+            written.write("what is the ra")
+        with pytest.raises(InvalidInput, match=r"texts\.txt was changed while it was read"):
+            list(texts)
 
 
 def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, monkeypatch):

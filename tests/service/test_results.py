@@ -230,6 +230,19 @@ async def test_headers_and_metrics_tell_what_was_repeated():
     assert 'attncache_tokens_total{state="repeated"} 3.0' in metrics
 
 
+async def test_texts_that_wait_for_a_hit_are_no_repeated_texts():
+    """They are computed after all, because a hit is approximate, and each text is counted once."""
+    engine = FakeEngine(stored={"hits"}, damage=0.1)
+    async with serving(engine, result_memory_bytes=2**20) as client:
+        response = await client.post("/embed", json={"inputs": ["hits"] * 3})
+        metrics = (await client.get("/metrics")).text
+    assert response.headers["X-AttnCache-Repeated"] == "0/3"
+    assert response.headers["X-AttnCache-Hits"] == "3/3"
+    counted = re.findall(r"^attncache_(?:repeated_)?sequences_total\S* ([0-9.]+)", metrics, re.MULTILINE)
+    assert sum(map(float, counted)) == 3
+    assert 'attncache_tokens_total{state="repeated"} 0.0' in metrics
+
+
 def unit(vector):
     return vector / np.linalg.norm(vector)
 

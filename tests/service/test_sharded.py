@@ -131,6 +131,17 @@ def test_output_below_an_input_is_no_input(tiny_checkpoint, folder, tmp_path):
         (inputs / "out" / "manifest.json").unlink()  # as if the run had been killed before its end
 
 
+def test_shards_of_inputs_that_were_changed_stay_and_are_told(tiny_checkpoint, folder, texts, tmp_path):
+    """The folder may have a name that ends in .parquet, as that of other programs that write in parts."""
+    inputs, output = folder.rename(tmp_path / "in.parquet"), tmp_path / "out"
+    assert "also has" not in embed(tiny_checkpoint, inputs, output).stderr
+    write(inputs / "1.parquet", texts[1][:20])
+    result = embed(tiny_checkpoint, inputs, output)
+    assert "3 shards computed (20 rows), 10 were there" in succeeded(result)
+    assert "also has 5 shards of inputs that were changed or left out" in result.stderr
+    assert len(rows_of(output)) == 80
+
+
 def test_classes_are_sharded_too(tiny_classifier_checkpoint, folder, tmp_path):
     whole, output = tmp_path / "whole.parquet", tmp_path / "out"
     model = ("classify", *model_arguments(tiny_classifier_checkpoint))

@@ -33,7 +33,7 @@ from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import AttnCacheError, InvalidInput, NotFinite
 from attncache_core.evaluation.importance import measure_importance
-from attncache_core.evaluation.tasks import label_names
+from attncache_core.evaluation.tasks import label_names, require_known
 from attncache_core.evaluation.tuning.databases import budget_of_build, open_or_build
 from attncache_core.evaluation.tuning.measuring import Judge, MeasuredWay, Subject, measure
 from attncache_core.evaluation.tuning.results import Results
@@ -300,12 +300,7 @@ class Tuning:
         classifier = None
         if truth is not None and classes is not None:
             truth = label_names(truth, classes)
-            unknown = set(truth) - set(classes)
-            if unknown:
-                raise InvalidInput(
-                    f"{len(unknown)} labels of the texts are none of the model's {len(classes)} classes",
-                    field="label_column",
-                )
+            require_known(truth, classes, "label_column")
         elif self.choosing.labels is not None:
             with self._text_numbers(self.choosing):
                 outputs = full_outputs(engine, engine.tokenize(self.choosing.texts))
