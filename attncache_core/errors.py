@@ -13,6 +13,7 @@ can fix the problem. A message never contains a user's text.
 
 from __future__ import annotations
 
+import errno
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,5 +129,17 @@ def readable(what: str) -> Iterator[None]:
     except AttnCacheError:
         raise
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise UnsupportedModel(
+                f"memory ran out while {what} was read; leave more memory to the process, or choose a "
+                "smaller model",
+                field="model",
+            ) from error
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
         raise UnsupportedModel(f"{what} cannot be read ({reason})", field="model") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's words

@@ -81,10 +81,10 @@ def joined(url: str, name: str) -> str:
 class ObjectFolder:
     """The objects below a URL, or the files below a local folder. Thread safe."""
 
-    def __init__(self, url: str, field: str, *, writes: bool = False) -> None:
+    def __init__(self, url: str, field: str, *, writes: bool = False, mode: int = 0o777) -> None:
         """url: or the path of a folder. field: the option that gave it. writes: make a missing folder.
 
-        Raises InvalidInput if obstore is missing or the URL is not accepted.
+        mode: of a folder that is made. Raises InvalidInput if obstore is missing or the URL is not accepted.
         """
         self._obstore = _obstore(field)
         parts = urlsplit(url) if is_url(url) else urlsplit(Path(url).absolute().as_uri())
@@ -92,9 +92,13 @@ class ObjectFolder:
             accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise InvalidInput(f"{field}: {without_secrets(url)} must begin with {accepted}", field=field)
         self.url = without_secrets(parts.geturl())
+        if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+            raise InvalidInput(
+                f"{field}: {self.url} names a host; a local folder is written file:///FOLDER", field=field
+            )
         self._folder = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
         if self._folder is not None and writes:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode, parents=True, exist_ok=True)
         try:
             self._store = self._opened(parts.geturl(), dict(parse_qsl(parts.query)))
         except Exception as error:  # obstore's errors quote the URL

@@ -28,7 +28,6 @@ from attncache_core.reuse.maps.policy_state import forget_tightened
 from attncache_core.reuse.maps.publishing import renewing
 from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask
-from attncache_core.runtime.files import locked
 
 
 def calibrate_database(
@@ -111,20 +110,19 @@ def _calibrate(
         use=use_of(engine.checkpoint, decides=decides and engine.classifier is None),
         quality=quality,
     )
-    with locked(database.folder, on_wait=lambda: progress("waiting for another process", 0, 1)):
-        files = database.keep_decisions(engine.classifier if decides else None)
-        name = write_familiarity(database.folder, chosen.familiarity, database.token_counts)
-        files.pop(familiarity_name(files))
-        files[name] = file_digest(database.folder / name)
-        if chosen.refitted is None:
-            files.pop(REFITTED, None)
-        database.keep_calibration_texts(unseen)
-        replace(manifest, files=files).write(database.folder)
-        remove_other_tests(database.folder, name)
-        database.remove_other_decisions(files)
-        if chosen.refitted is None:
-            write_refitted(database.folder, None)
-        forget_tightened(database.folder)
+    files = database.keep_decisions(engine.classifier if decides else None)
+    name = write_familiarity(database.folder, chosen.familiarity, database.token_counts)
+    files.pop(familiarity_name(files))
+    files[name] = file_digest(database.folder / name)
+    if chosen.refitted is None:
+        files.pop(REFITTED, None)
+    database.keep_calibration_texts(unseen)
+    replace(manifest, files=files).write(database.folder)
+    remove_other_tests(database.folder, name)
+    database.remove_other_decisions(files)
+    if chosen.refitted is None:
+        write_refitted(database.folder, None)
+    forget_tightened(database.folder)
     return quality
 
 

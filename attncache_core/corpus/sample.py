@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,13 +69,15 @@ class TextSampler:
         self._buffered: list[bytes] = []
         log = _read(path)
         self.cut_bytes = log.cut_bytes  # of the log: unfinished, because a process was killed, or damaged
+        # They wait for the clock, which may be behind.
+        self._later = log.later[-reservoir.max_texts :]
         for text in log.texts:
             reservoir.offer(text)
         if log.header == _header(reservoir):
             self._file = path.open("r+b", buffering=0)
             self._file.truncate(log.whole_bytes)
             self._written = self._file.seek(0, os.SEEK_END)
-            self._live = _live_bytes(reservoir)
+            self._live = _HEADER_BYTES + sum(map(len, self._entries()))
         else:
             self._rewrite()
 
@@ -97,6 +99,14 @@ class TextSampler:
 
     def __len__(self) -> int:
         return len(self._reservoir)
+
+    @property
+    def later(self) -> int:
+        """The number of texts in the log that were asked later than now, by this machine's clock.
+
+        They stay in the log, and belong to the sample that is read once their time has come.
+        """
+        return len(self._later)
 
     @property
     def unsynced(self) -> int:
@@ -142,8 +152,11 @@ class TextSampler:
     def _digest(self, name: str) -> bytes:
         return blake2b(name.encode(), digest_size=_CLIENT_BYTES, key=self._key).digest()
 
+    def _entries(self) -> Iterator[bytes]:
+        return map(_entry, chain(self._reservoir, self._later))
+
     def _rewrite(self) -> None:
-        content = b"".join([_header(self._reservoir), *map(_entry, self._reservoir)])
+        content = b"".join([_header(self._reservoir), *self._entries()])
         write_whole(self._path, content, mode=_OWNER_ONLY)
         self._file = self._path.open("r+b", buffering=0)
         self._live = self._written = self._file.seek(0, os.SEEK_END)
@@ -154,6 +167,7 @@ class _Log(NamedTuple):
 
     header: bytes  # empty if there is no log, or one without a header
     texts: list[SampledText]  # also texts that the sample has not kept
+    later: list[SampledText]  # that were asked later than now, because a clock was ahead or is behind
     whole_bytes: int  # of the header and the entries that are whole
     cut_bytes: int  # after them: unfinished or damaged
 
@@ -261,22 +275,19 @@ def _entry(text: SampledText) -> bytes:
     return zlib.crc32(rest).to_bytes(_CHECKSUM_BYTES, "little") + rest
 
 
-def _live_bytes(reservoir: Reservoir) -> int:
-    return _HEADER_BYTES + sum(_ENTRY.size + len(text.tokens) for text in reservoir)
-
-
 def _read(path: Path) -> _Log:
     """Return what a log holds up to the first entry that is not whole. Raises OSError."""
     content = path.read_bytes() if path.is_file() else b""
     header = content[:_HEADER_BYTES]
     if not header.startswith(_MAGIC) or _checked(header[: _HEADER.size]) != header:
-        return _Log(b"", [], 0, len(content))
-    texts, whole, latest = [], _HEADER_BYTES, time.time() + TIME_STEP_SECONDS
+        return _Log(b"", [], [], 0, len(content))
+    texts: list[SampledText] = []
+    later: list[SampledText] = []
+    whole, latest = _HEADER_BYTES, time.time() + TIME_STEP_SECONDS
     for text, end in _entries(content, whole):
-        if text.asked_at <= latest:  # no clock was ahead
-            texts.append(text)
+        (texts if text.asked_at <= latest else later).append(text)
         whole = end
-    return _Log(header, texts, whole, len(content) - whole)
+    return _Log(header, texts, later, whole, len(content) - whole)
 
 
 def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:

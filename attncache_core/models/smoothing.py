@@ -44,12 +44,14 @@ def smoothing_of(module: nn.Module) -> torch.Tensor | None:
 def calibration_sequences(checkpoint: Checkpoint) -> list[Sequence[int]]:
     """Return the tokens of equally spaced calibration texts, at most 4,000 tokens in total.
 
-    In a template of pairs, each text is query and document.
-    Raises as TextTokenizer does.
+    In a template of pairs, each text is query and document. Texts with a token that the model does not have
+    are left out. Raises as TextTokenizer does.
     """
     texts = [checkpoint.template.sample(text) for text in checkpoint.calibration_texts]
-    tokenized = TextTokenizer(checkpoint).tokenize(texts, truncate=True)
-    chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids]
+    tokenizer = TextTokenizer(checkpoint)
+    vocabulary = min(tokenizer.vocabulary, checkpoint.config.get("vocab_size") or tokenizer.vocabulary)
+    tokenized = tokenizer.tokenize(texts, truncate=True)
+    chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids and max(ids) < vocabulary]
     while sum(map(len, chosen)) > _MAX_TOKENS:
         chosen = spread(tokenized, len(chosen) - 1)
     return chosen

@@ -44,8 +44,11 @@ INLINE void norm_rows_as(const norm by, const char *from, char *to, const int ro
             if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
             squares[r] += part * part;
         }
-    UNROLLED for (int r = 0; r < rows; r++)
-        factor[r] = 1.0f / __builtin_sqrtf(sum_of_lanes(squares[r]) / (float)width + by.epsilon);
+    UNROLLED for (int r = 0; r < rows; r++) {
+        const float all = sum_of_lanes(squares[r]);
+        // all - all is 0, and NaN for a sum that overflows: the factor would be 0, and every such row the bias.
+        factor[r] = 1.0f / __builtin_sqrtf(all / (float)width + by.epsilon) + (all - all);
+    }
     for (int i = 0; i < width; i += LANES) {
         const int left = whole ? LANES : width - i;
         const floats weight = load_some((const char *)(by.weight + i), FLOAT32, left);

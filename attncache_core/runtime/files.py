@@ -104,8 +104,10 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
             # Without fsync, the renamed file may be empty after a power failure.
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write, as to a full disk
+            error.filename = str(path)
         raise
     _sync(path.parent)
 

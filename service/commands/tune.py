@@ -165,6 +165,9 @@ def tune(
     show_report(report)
     used = {**model, **engine, "classifier": classifier}
     write_settings(output, _settings(report, used, output), list(comment(report)))
+    # Behind the settings, which say that the classifier is of a tuning.
+    if report.classifier:
+        report.classifier.save(output.with_suffix(".classifier"))
     click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plots and plot:
         plots.ways(report, plot.stem)
@@ -245,15 +248,14 @@ def _show_failure(name: str, reason: str) -> None:
 
 
 def _settings(report: TuneReport, options: dict[str, Any], output: Path) -> dict[str, object]:
-    """Return the settings of `serve` that run the chosen way. Saves the classifier of a variant.
+    """Return the settings of `serve` that run the chosen way.
 
     options: of the operator, by name. Paths become absolute, because `serve` may run in another folder.
     """
     way = report.chosen.way if report.chosen else Way(dtype="float32")
     values = {name: value for name, value in options.items() if value != Settings.model_fields[name].default}
     if report.classifier:
-        values["classifier"] = output.with_suffix(".classifier")
-        report.classifier.save(values["classifier"])
+        values["classifier"] = str(output.with_suffix(".classifier").resolve())
     if way.dtype:
         values["dtype"] = way.dtype
     if way.quantization:

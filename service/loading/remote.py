@@ -121,7 +121,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
         raise CorruptDatabase(
             f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"
         )
-    store = ObjectFolder(url, "url", writes=True)
+    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     seen = _pointer_object(store)
     pointer = Pointer(database.manifest.id, _files(database.folder, progress))
     content = _POINTER.dump_json(pointer, indent=1)

@@ -211,9 +211,8 @@ class Metrics:
         self.registry.register(self._engine)
         self._touch_labels()
 
-    def observe_request(self, path: str, status: int, seconds: float) -> None:
-        """Count one request that was answered, or given up (status 499)."""
-        route = route_of(path)
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
+        """Count one request that was answered, or given up (status 499). route: see route_of."""
         counter = self._of_request.get((route, status))
         (counter or self._requests.labels(route, str(status))).inc()
         self._of_route[route].observe(seconds)
@@ -402,9 +401,12 @@ class _Chosen(Collector):
                 yield metric
 
 
-def route_of(path: str) -> str:
-    """Return the path of a request, or its template, if the server has it, else OTHER_ROUTE."""
+def route_of(method: str, path: str) -> str:
+    """Return the path of a request, or its template, if the server has it, else OTHER_ROUTE.
+
+    The page has no route of its own: its path is also that of a route for inference.
+    """
     if path.startswith(_MODEL_PREFIX):
         # The name of a model is a client's input.
         return _MODEL_ROUTE
-    return path if path in ROUTES else OTHER_ROUTE
+    return path if path in ROUTES and (path != "/" or method == "POST") else OTHER_ROUTE

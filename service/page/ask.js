@@ -28,11 +28,10 @@ export class Ask {
 
   /** Offer what the served model can do. */
   describe(info) {
-    const first = this.info === null;
     this.info = info;
     const embeds = info.task === "embed";
     byId("tasks").hidden = !embeds;
-    if (first && !embeds) this.form.elements.task.value = "classify";
+    if (!embeds) this.form.elements.task.value = "classify";
     this.#fields();
   }
 

@@ -68,7 +68,7 @@ function checks({ candidates, chosen, gain, min_gain: least, length_group: group
 }
 
 function nearest({ kind, similarity, threshold }, searched) {
-  if (!searched && KINDS[kind] === KINDS[2]) return check(true, "Near enough", "Texts of this length take the mean maps without a search.");
+  if (!searched && kind === 2 && threshold <= NEVER) return check(true, "Near enough", "Texts of this length take the mean maps without a search.");
   const near = similarity >= threshold;
   if (similarity === 1) return check(true, "Near enough", "This very text is recorded: similarity 1.");
   const limit = threshold > NEVER ? "no record of this kind may serve" : `θ is ${threshold.toFixed(4)}`;

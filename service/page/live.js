@@ -1,6 +1,6 @@
 // The live numbers: reads /metrics every second while the page is visible.
 
-import { ask, Refused } from "./api.js";
+import { read, Refused } from "./api.js";
 import { LineChart } from "./charts.js";
 import { byId, make, show } from "./dom.js";
 import { amount, bytes, count, duration, NONE, percent, seconds, short } from "./format.js";
@@ -85,7 +85,7 @@ export class Live {
     const started = performance.now();
     try {
       if (started - this.infoAt >= INFO_EVERY_MS) await this.#readInfo(started);
-      const response = await ask(`/metrics?${QUERY}`);
+      const response = await read(`/metrics?${QUERY}`);
       this.#take(new Scrape(await response.text(), started));
       this.#state("live", "live");
     } catch (error) {
@@ -98,7 +98,7 @@ export class Live {
 
   async #readInfo(now) {
     try {
-      this.info = await (await ask("/info")).json();
+      this.info = await (await read("/info")).json();
       this.infoAt = now;
       this.onInfo(this.info);
       this.#stores();

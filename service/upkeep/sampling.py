@@ -120,6 +120,12 @@ class Sampling:
                     sampler.cut_bytes,
                     root / "sample",
                 )
+            if sampler.later:
+                logger.warning(
+                    "%d sampled texts were asked later than now, by this machine's clock: they are kept, "
+                    "and left out until then",
+                    sampler.later,
+                )
             self.state.texts = len(sampler)
             synced, is_last = time.monotonic(), False
             while not is_last:

@@ -163,9 +163,10 @@ class Front(FastAPI):
         state, ended = self._service, time.perf_counter()
         state.bodies.give(call.body_bytes)
         state.answers.give(call.answer_bytes)
-        state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
+        route = route_of(call.scope["method"], call.scope["path"])
+        state.metrics.observe_request(route, call.status, ended - call.started)
         if state.finished is not None:
-            state.finished.add(_finished(call, ended))
+            state.finished.add(_finished(call, route, ended))
         if call.holder is not None:
             state.metrics.observe_key(call.holder.name, call.tokens)
             await call.holder.use.end(call.tokens, is_in_flight=call.is_in_quota)
@@ -217,13 +218,13 @@ def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:
     return f"{own_ids}{next(_NUMBERS):010x}"
 
 
-def _finished(call: Call, ended: float) -> FinishedRequest:
+def _finished(call: Call, route: str, ended: float) -> FinishedRequest:
     """Return what the access log and the traces tell of a request."""
     results = call.results
     return FinishedRequest(
         call.request_id,
         call.scope["method"],
-        route_of(call.scope["path"]),
+        route,
         call.status,
         call.started,
         ended,

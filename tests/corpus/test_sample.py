@@ -211,6 +211,20 @@ def test_texts_of_equal_times_are_in_random_order(tmp_path):
     assert np.mean(numbers(tmp_path)[-100:]) == pytest.approx(100, abs=30)
 
 
+def test_texts_are_kept_while_the_clock_is_behind(tmp_path, monkeypatch):
+    """Also if the log is written anew meanwhile."""
+    sampler = opened(tmp_path)
+    offer(sampler, 100, asked_at=time.time())
+    end(sampler)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1000.0)
+        sampler = opened(tmp_path, max_texts=500)
+        assert (len(sampler), sampler.later) == (0, 100)
+        offer(sampler, 50, first=1000, asked_at=1000)
+        end(sampler)
+    assert sorted(numbers(tmp_path)) == [*range(100), *range(1000, 1050)]
+
+
 def test_texts_of_a_clock_that_was_ahead_keep_no_others_out(tmp_path):
     for years in (2, 0):
         sampler = opened(tmp_path, max_texts=100)

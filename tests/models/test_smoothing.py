@@ -274,3 +274,10 @@ def test_long_calibration_texts_are_thinned_out(tiny_checkpoint):
     sequences = calibration_sequences(replace(tiny_checkpoint, quantization_texts=texts))
     assert 3500 < sum(map(len, sequences)) <= 4000
     assert {len(ids) for ids in sequences} == {len(sequences[0])}  # whole texts
+
+
+def test_texts_with_tokens_that_the_model_does_not_have_do_not_calibrate(tiny_checkpoint):
+    every = calibration_sequences(tiny_checkpoint)
+    largest = sorted(map(max, every))[len(every) // 2]
+    smaller = replace(tiny_checkpoint, config={**tiny_checkpoint.config, "vocab_size": largest})
+    assert calibration_sequences(smaller) == [ids for ids in every if max(ids) < largest]

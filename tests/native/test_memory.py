@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.native import memory
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import UnsupportedModel
+from attncache_core.native import memory, products
 from attncache_core.native.memory import aligned, large_pages
 
 
@@ -19,6 +23,7 @@ def test_copies_are_aligned_and_do_not_overlap(sizes: list[int], dtype: torch.dt
     """Each copy keeps its numbers while others are made, also if they need several mappings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_SHARED_BYTES", 512)
+        patch.setattr(memory, "_pages", memory._SharedPages())
         rows = [torch.full((size, 3), number).to(dtype).T for number, size in enumerate(sizes)]
         copies = [aligned(each) for each in rows]
         for copy, original in zip(copies, rows, strict=True):
@@ -40,3 +45,14 @@ def test_large_pages_are_asked_for_private_memory() -> None:
             flags = set(line.split()[1:])
     assert "hg" in flags
     assert "sh" not in flags
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOMEM, "no"), MemoryError(), RuntimeError("[enforce fail] can't allocate memory")],
+)
+def test_memory_that_runs_out_while_weights_are_packed_is_named(kernel, tiny_checkpoint, error, monkeypatch):
+    del kernel  # without it, nothing is packed
+    monkeypatch.setattr(products, "aligned", mock.Mock(side_effect=error))
+    with pytest.raises(UnsupportedModel, match=r"^memory ran out while .* was read; leave more memory"):
+        PrefillEngine.load(tiny_checkpoint)

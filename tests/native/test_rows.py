@@ -117,3 +117,17 @@ def test_norms_of_rows_are_those_of_torch_and_each_row_is_that_of_the_row_alone(
         expected = double * (double.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     torch.testing.assert_close(found.double(), expected, rtol=FLOAT32, atol=FLOAT32 * 10)
     assert torch.equal(found, torch.cat([norm(row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_row_whose_squares_overflow_is_nan_and_no_other_row_is(kernel, mean):
+    """As finite numbers, all such rows would be equal, and every text would have one embedding."""
+    x, weight, bias = numbers((9, 48), seed=0), numbers((48,), seed=1), numbers((48,), seed=2)
+    norm = NativeNorm(kernel.library, CompiledNorm(weight, bias, 1e-5, subtracts_mean=mean))
+    for scale in (1e20, 1e30, 1e37):
+        large = x.clone()
+        large[4] *= scale
+        found = norm(large)
+        assert found[4].isnan().all()
+        kept = torch.arange(9) != 4
+        assert torch.equal(found[kept], norm(x)[kept])

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -169,7 +170,9 @@ def test_reuse_of_maps_is_served_as_it_was_measured(tiny_checkpoint, texts, tiny
     assert engine.map_reuse.approximates
 
 
-def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_checkpoint, texts, tmp_path):
+def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(
+    tiny_checkpoint, texts, tmp_path, monkeypatch
+):
     output, fitted = tmp_path / "tuned.toml", tmp_path / "fitted"
     columns = ("--text-column", "asked", "--label-column", "label")
     succeeded(
@@ -178,6 +181,9 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
         )
     )
     options = ("--classifier", fitted, "--min-agreement", "0.85", *ONE_WAY)
+    with monkeypatch.context() as patch:  # killed before the last file is written
+        patch.setattr(LinearClassifier, "save", mock.Mock(side_effect=KeyboardInterrupt))
+        assert tune(tiny_checkpoint, texts, output, *options).exit_code == 130
     succeeded(tune(tiny_checkpoint, texts, output, *options))
     settings, engine = served(output)
     assert settings.classifier == tmp_path / "tuned.classifier"
