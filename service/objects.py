@@ -96,6 +96,11 @@ class ObjectFolder:
             raise InvalidInput(
                 f"{field}: {self.url} names a host; a local folder is written file:///FOLDER", field=field
             )
+        if writes and parts.scheme in ("http", "https"):
+            raise InvalidInput(
+                f"{field}: {self.url} can only be read; give the store behind it (s3://, gs://, az://, file://)",
+                field=field,
+            )
         self._folder = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
         if self._folder is not None and writes:
             self._folder.mkdir(mode, parents=True, exist_ok=True)

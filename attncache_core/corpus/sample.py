@@ -79,7 +79,7 @@ class TextSampler:
             self._written = self._file.seek(0, os.SEEK_END)
             self._live = _HEADER_BYTES + sum(map(len, self._entries()))
         else:
-            self._rewrite()
+            self._rewrite(self._later)
 
     @classmethod
     def open(cls, root: Path, *, max_texts: int, half_life_hours: float) -> TextSampler:
@@ -104,7 +104,7 @@ class TextSampler:
     def later(self) -> int:
         """The number of texts in the log that were asked later than now, by this machine's clock.
 
-        They stay in the log, and belong to the sample that is read once their time has come.
+        They stay in the log until the log is written anew. If their time has come, they take part again then.
         """
         return len(self._later)
 
@@ -136,6 +136,7 @@ class TextSampler:
         added = b"".join(self._buffered)
         if self._written + len(added) > 2 * max(self._live, _MIN_REWRITE):
             self._file.close()
+            # By now, a clock that was behind is right.
             self._rewrite()
         elif added:
             _write_all(self._file.fileno(), added)
@@ -155,7 +156,13 @@ class TextSampler:
     def _entries(self) -> Iterator[bytes]:
         return map(_entry, chain(self._reservoir, self._later))
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, later: Sequence[SampledText] = ()) -> None:
+        """Write the log anew. later: texts to keep although their time has not come."""
+        latest = _latest()
+        for text in self._later:
+            if text.asked_at <= latest:
+                self._reservoir.offer(text)
+        self._later = [text for text in later if text.asked_at > latest]
         content = b"".join([_header(self._reservoir), *self._entries()])
         write_whole(self._path, content, mode=_OWNER_ONLY)
         self._file = self._path.open("r+b", buffering=0)
@@ -283,11 +290,16 @@ def _read(path: Path) -> _Log:
         return _Log(b"", [], [], 0, len(content))
     texts: list[SampledText] = []
     later: list[SampledText] = []
-    whole, latest = _HEADER_BYTES, time.time() + TIME_STEP_SECONDS
+    whole, latest = _HEADER_BYTES, _latest()
     for text, end in _entries(content, whole):
         (texts if text.asked_at <= latest else later).append(text)
         whole = end
     return _Log(header, texts, later, whole, len(content) - whole)
+
+
+def _latest() -> float:
+    """Return the Unix time in seconds after which no text can have been asked."""
+    return time.time() + TIME_STEP_SECONDS
 
 
 def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:

@@ -23,10 +23,11 @@ FORMATS = ("txt", "tsv", "csv", "jsonl")
 # Longer fields are rather a quote that is not closed, which would read the rest of the file into memory.
 _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
+_COMPLETE = "complete the row, or take the line break out of its text"
 # A field of a csv file that is quoted as a whole, or its beginning or its end on a line of its own.
 _QUOTED, _BEGUN, _ENDED = (re.compile(form) for form in ('"(?:[^"]|"")*"', '"(?:[^"]|"")*', '(?:[^"]|"")*"'))
-# Of so many quoted fields, and no field with other quotes, a tsv file is known to be quoted before its end.
-_SURELY_QUOTED = 20
+# After so many fields that double their quotes, and no field with other quotes, a tsv file is surely quoted.
+_SURELY_QUOTED = 3
 
 
 def read_rows(
@@ -40,7 +41,7 @@ def read_rows(
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
     missing or named twice, or a row has no value for a column, more fields than the header or a null byte. A
-    tsv file that is quoted like a csv file is refused too, at the latest behind its last row.
+    tsv file that is surely quoted like a csv file is refused too, at the latest behind its last row.
     """
     return (row for _, row in numbered_rows(path, columns, file_format))
 
@@ -178,23 +179,20 @@ def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]
 
 
 def _without_quoting(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
-    """Yield each row of a tsv file. Raises InvalidInput if it is quoted like a csv file.
+    """Yield each row of a tsv file. Raises InvalidInput if it is surely quoted like a csv file.
 
-    Then every field with a quote is quoted as a whole, and has doubled quotes or a line break. One other
-    field shows that quotes belong to the texts.
+    Then some fields double their quotes, and every field with a quote is quoted as a whole, perhaps over
+    several lines. One other field shows that quotes belong to the texts.
     """
     may_be_quoted, is_open, quoted = True, False, 0
     for row in rows:
         for place, field in enumerate(row if may_be_quoted else ()):
             if is_open:
-                ends = _ENDED.fullmatch(field) is not None
-                may_be_quoted = ends or (len(row) == 1 and '"' not in field.replace('""', ""))
-                is_open, quoted = not ends, quoted + ends
-            elif '"' not in field:
-                continue
+                is_open, quoted = _ENDED.fullmatch(field) is None, quoted + ('""' in field[:-1])
+                may_be_quoted = not is_open or (len(row) == 1 and '"' not in field.replace('""', ""))
             elif _QUOTED.fullmatch(field):
                 quoted += '""' in field[1:-1]
-            else:
+            elif '"' in field:
                 is_open = may_be_quoted = place == len(row) - 1 and _BEGUN.fullmatch(field) is not None
             if not may_be_quoted:
                 break
@@ -207,8 +205,8 @@ def _without_quoting(rows: Iterator[list[str]], path: str) -> Iterator[list[str]
 
 def _quoted(path: str) -> InvalidInput:
     return InvalidInput(
-        f"{path} has quoted fields, and a .tsv file has no quoting; write it without quoting, or as .csv or "
-        ".jsonl",
+        f"{path} has quoted fields with doubled quotes, as a .csv file, and in a .tsv file quotes belong to "
+        "the texts; write it as .csv or .jsonl",
         field="corpus",
     )
 
@@ -239,7 +237,7 @@ def _columns(
         if not max(indices) < len(row) <= len(header):
             raise InvalidInput(
                 f"{path}, line {number} has {len(row)} columns, and the header has {len(header)}; "
-                f"{remedy if len(row) > len(header) else 'complete the row'}",
+                f"{remedy if len(row) > len(header) else _COMPLETE}",
                 field="corpus",
             )
         yield number, tuple(row[index] for index in indices)
@@ -254,6 +252,6 @@ def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tupl
     values = row if isinstance(row, dict) else {}
     for column in columns:
         if not isinstance(value := values.get(column), str):
-            found = "has no text" if value is None else "has a value that is no text (quote it)"
+            found = "has no text" if value is None else "has a value that is no string"
             raise InvalidInput(f"{path}, line {number} {found} in {column!r}", field="column")
     return tuple(values[column] for column in columns)

@@ -70,7 +70,7 @@ def require_known(labels: Sequence[str], known: Sequence[str], field: str) -> No
         first = next(number for number, label in enumerate(labels, 1) if label in unknown)
         raise InvalidInput(
             f"{len(unknown)} labels of the texts are none of the model's {len(known)} classes, the first one "
-            f"that of text {first}; correct the labels, or leave these texts out",
+            f"that of text {first}; give the names of the classes, or their numbers from 0 on",
             field=field,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from contextlib import suppress
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
+# MAP_NORESERVE of Linux, which Python names from 3.13 on.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 # Packed weights share mappings of this size. A weight that is larger has a mapping of its own.
 _SHARED_BYTES = 32 * 2**20
 
@@ -26,8 +29,9 @@ def large_pages(size: int) -> mmap.mmap:
     A page gets memory when it is first written, several times as fast as small pages do. Processors find
     numbers faster in large pages: they remember the places of some thousand pages.
     """
-    # The memory is private, because systems give no large pages to shared memory by default.
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Systems give no large pages to shared memory by default. Private memory would be reserved again for each
+    # process that is forked, and Linux refuses that for more than the machine has.
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages refuses
             mapping.madvise(mmap.MADV_HUGEPAGE)

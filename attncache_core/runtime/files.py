@@ -18,6 +18,9 @@ _LOCK_POLL_SECONDS = 0.01
 # Error numbers with which the system refuses to read a file. The content of the file may be sound.
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
+# Error numbers of a write to a disk, or to a file, that is full. They come without the file's name.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # The mode of folders that contain databases: records reveal something about the recorded texts.
 PRIVATE = 0o700
 
@@ -106,7 +109,7 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
         unfinished.replace(path)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a write, as to a full disk
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
             error.filename = str(path)
         raise
     _sync(path.parent)

@@ -81,14 +81,17 @@ class _LineRows:
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         rows = parse_rows(self._file, str(self._path), (self._column,), self._format, refuse_blank=True)
+        # One row behind, because the last line is incomplete if the file was still being written.
+        last: list[tuple[int, str]] = []
         for number, (text,) in rows:
-            yield number, text
+            yield from last
+            last = [(number, text)]
         if self._state() != self._opened:
             raise InvalidInput(
-                f"{self._path} was changed while it was read, so its last line may be incomplete; wait until "
-                "it is written",
+                f"{self._path} was changed while it was read; run again when nothing writes to it",
                 field="input",
             )
+        yield from last
 
     def _state(self) -> tuple[int, int] | None:
         """Return what changes when the file is written to; None for a pipe."""
@@ -136,10 +139,11 @@ class ParquetRows:
             self._read += 1
             place = self.place(self._read)
             if not isinstance(value, str):
-                found, remedy = "no text", "give the row a text"
+                problem = f"no text in {self._column!r}; give the row a text"
                 if value is not None:
-                    found, remedy = f"{self._file.schema_arrow.field(self._column).type}", "write texts"
-                raise InvalidInput(f"{place}: {found} in {self._column!r}; {remedy}", field="column")
+                    kind = self._file.schema_arrow.field(self._column).type
+                    problem = f"{self._column!r} holds values of type {kind}; write a column of strings"
+                raise InvalidInput(f"{place}: {problem}", field="column")
             require_text(value, place)
             yield self._read, value
 

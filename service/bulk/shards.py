@@ -240,7 +240,7 @@ def _files_of(given: str, left_out: str | None) -> Iterator[_File]:
 def _split(path: str) -> tuple[str, str]:
     """Return the folder of an input, and the pattern of its names."""
     # Programs that write in parts make a folder of this name.
-    if "*" in path or (path.endswith(".parquet") and not Path(path).is_dir()):
+    if "*" in path or (path.endswith(".parquet") and not Path(path.removeprefix("file://")).is_dir()):
         base = path.partition("*")[0].rpartition("/")[0] or "."
         return base, path.removeprefix(f"{base}/")
     return path.rstrip("/"), "*.parquet"

@@ -116,12 +116,12 @@ def push(root: Path, url: str, progress: Progress) -> str:
 
     Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
     """
+    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     database = AttentionDatabase.open(root)
     if fault := next(damaged_records(database.search.store), None):
         raise CorruptDatabase(
             f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"
         )
-    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     seen = _pointer_object(store)
     pointer = Pointer(database.manifest.id, _files(database.folder, progress))
     content = _POINTER.dump_json(pointer, indent=1)

@@ -395,7 +395,7 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
     [
         ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is not JSON"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2 has no text in 'text'"]),
-        ("a.jsonl", '{"text": 1}\n', ["line 1 has a value that is no text (quote it) in 'text'"]),
+        ("a.jsonl", '{"text": 1}\n', ["line 1 has a value that is no string in 'text'"]),
         ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
         ("a.jsonl", '{"text": "zanzibar"}\n \n{"text": "b"}\n', ["line 2: the text is empty"]),
         ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),

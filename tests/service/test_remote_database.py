@@ -295,6 +295,8 @@ def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch,
     assert SECRET not in str(raised.value)
     with pytest.raises(InvalidInput, match="file:///FOLDER"):
         ObjectFolder("file://relative/x", "url", writes=True)
+    with pytest.raises(InvalidInput, match="https://a/b can only be read"):
+        ObjectFolder("https://a/b", "url", writes=True)
     assert Settings(database=tmp_path).database == Settings(database=str(tmp_path)).database == tmp_path
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(InvalidInput, match=r"attncache\[cluster\]"):

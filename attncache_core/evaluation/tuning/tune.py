@@ -299,8 +299,11 @@ class Tuning:
         )
         classifier = None
         if truth is not None and classes is not None:
-            truth = label_names(truth, classes)
-            require_known(truth, classes, "label_column")
+            labels = self.options.texts.labels or ()
+            names = label_names(labels, classes)
+            require_known(names, classes, "label_column")
+            name_of = dict(zip(labels, names, strict=True))
+            truth = [name_of[label] for label in truth]
         elif self.choosing.labels is not None:
             with self._text_numbers(self.choosing):
                 outputs = full_outputs(engine, engine.tokenize(self.choosing.texts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,10 @@ class BlockPool:
         """most_bytes: the places together take at most this many bytes; less than one place: no place."""
         self.layout = layout
         self.places = most_bytes // layout.block_bytes
-        self._bytes = np.frombuffer(large_pages(max(1, self.places) * layout.block_bytes), dtype=np.uint8)
+        size = max(1, self.places) * layout.block_bytes
+        # The system refuses more than it has if it has to reserve it, and large pages are not reserved.
+        mmap.mmap(-1, size).close()
+        self._bytes = np.frombuffer(large_pages(size), dtype=np.uint8)
         self._first = address(self._bytes)
         self._free: list[int] = []
         self._never_used = 0  # places from here on were never taken

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from forked import forked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +35,13 @@ def test_copies_are_aligned_and_do_not_overlap(sizes: list[int], dtype: torch.dt
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
+def test_process_with_more_large_pages_than_memory_can_be_forked() -> None:
+    """As long as it does not write to them all."""
+    memory_of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kept = [large_pages(memory_of_machine // 4) for _ in range(8)]
+    assert forked(len, kept)() == 8
+
+
 def test_large_pages_are_asked_for_private_memory() -> None:
     """The system's flags of the memory: it may have large pages (hg), and is not shared (sh)."""
     kept = torch.frombuffer(large_pages(8 * 2**20), dtype=torch.uint8)
