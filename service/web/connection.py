@@ -156,14 +156,14 @@ class Connection(HttpToolsProtocol):
                 # A response comes first. Until then, the client need not send any more.
                 self.flow.pause_reading()
             return
-        before, self._read_bytes = self._receiving, len(data)
+        before, cycle, self._read_bytes = self._receiving, self.cycle, len(data)
         super().data_received(data)
         if self._receiving is _Receiving.NOTHING or self._refusal is not None:
             return
+        # Of the read in which a request begins, an unknown part belongs to the request before.
         if self._receiving is _Receiving.HEADERS:
-            # Of the read in which a request begins, an unknown part belongs to the request before.
             self._bound_headers(len(data) if before is _Receiving.HEADERS else 0)
-        elif before is _Receiving.BODY:
+        elif before is _Receiving.BODY and self.cycle is cycle:
             self._bound_framing(len(data))
 
     def pause_writing(self) -> None:

@@ -271,6 +271,24 @@ def test_body_that_is_not_read_is_held_back_in_the_client(server, monkeypatch):
         assert read_to_end(client) == b""
 
 
+def test_request_that_begins_in_the_read_of_a_large_body_is_received(server):
+    """The bytes in front of it are no framing of its body."""
+    large = post(b" " * 300_000)
+    with server.connect() as client:
+        client.sendall(large[:1000])
+
+        def receiving():
+            return [c for c in server.connections() if c.client == client.getsockname() and c.cycle]
+
+        wait_until(receiving)
+        (connection,) = receiving()
+        read = large[1000:] + EMBED[:-5]
+        connection.loop.call_soon_threadsafe(connection.data_received, read)
+        assert read_response(client).status == 400
+        client.sendall(EMBED[-5:])
+        assert read_response(client).status == 200
+
+
 def test_unread_body_holds_a_bounded_number_of_bytes(server):
     """While a request waits behind another one, nobody reads its body."""
     engine = server.engine
