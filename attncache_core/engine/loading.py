@@ -18,7 +18,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import resolve_dtype
-from attncache_core.runtime.memory import keep_freed_memory
+from attncache_core.runtime.memory import keep_freed_memory, return_freed_memory
 from attncache_core.text.tokenizer import TextTokenizer
 
 
@@ -66,6 +66,7 @@ def load_parts(
     )
     if isinstance(strategy, MapReuse) and strategy.database.refitted:
         model = _with_refitted(model, strategy.database, checkpoint)
+    return_freed_memory()
     opened, off = None, SWITCHED_OFF
     if key_values:
         try:

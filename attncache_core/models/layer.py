@@ -41,7 +41,7 @@ from attncache_core.models.projections import (
     head_rows,
 )
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.runtime.memory import release_mapped_weights
+from attncache_core.runtime.memory import release_mapped_weights, return_freed_memory
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
@@ -264,6 +264,7 @@ def build_layers(
         # The previous layers are packed by now, so the pages of their weight file are no longer needed.
         if packed_bytes >= _RELEASED_BYTES:
             release_mapped_weights()
+            return_freed_memory()
             packed_bytes = 0
         module = modules.pop(0)
         packed_bytes += sum(weight.nbytes for weight in module.parameters())

@@ -34,6 +34,16 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def return_freed_memory() -> None:
+    """Return to the system what is free now, such as what loading a model has used.
+
+    Only the GNU C library can do this.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def release_mapped_weights() -> None:
     """Release the memory of mapped weight files. A page that is needed again is read from its file.
 

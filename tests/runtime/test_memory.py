@@ -1,5 +1,6 @@
 """Freed memory is kept for the next batch unless the operator objects, and mapped weights are released."""
 
+import ctypes
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.runtime import memory
-from attncache_core.runtime.memory import release_mapped_weights, tensor_bytes
+from attncache_core.runtime.memory import release_mapped_weights, return_freed_memory, tensor_bytes
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # The C library's numbers of the mallopt parameters.
@@ -111,3 +112,20 @@ def test_bytes_of_tensors_count_each_storage_once_and_only_while_it_is_held():
     assert tensor_bytes() - before == 1000 * 300 * 4  # the view holds the whole storage
     del view
     assert tensor_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not the GNU C library")
+def test_freed_memory_is_returned():
+    """Also what lies in front of memory that is still used."""
+    kept = [torch.ones(16_000) for _ in range(2000)][::500]
+    before = resident_bytes()
+    more = [torch.ones(16_000) for _ in range(2000)]
+    kept.append(more[-1])
+    del more
+    return_freed_memory()
+    assert resident_bytes() < before + 32 * 2**20
+    assert all(block.sum() == 16_000 for block in kept)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
