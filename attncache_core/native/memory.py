@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ _ALIGNMENT = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 # Packed weights share mappings of this size. A weight that is larger has a mapping of its own.
 _SHARED_BYTES = 32 * 2**20
+_LARGE_PAGE_BYTES = 2 * 2**20
 
 
 def address(array: np.ndarray) -> int:
@@ -32,10 +34,21 @@ def large_pages(size: int) -> mmap.mmap:
     # Systems give no large pages to shared memory by default. Private memory would be reserved again for each
     # process that is forked, and Linux refuses that for more than the machine has.
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages refuses
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    if large_page_bytes() == _LARGE_PAGE_BYTES:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+@cache
+def large_page_bytes() -> int:
+    """Return the size of the system's large pages; 0 without them.
+
+    It is 512 MiB where small pages have 64 KiB, which is too much for a place that is written first.
+    """
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
 
 
 class _SharedPages:

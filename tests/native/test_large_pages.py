@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 from attncache_core.native import memory, products
-from attncache_core.native.memory import aligned, large_pages
+from attncache_core.native.memory import aligned, large_page_bytes, large_pages
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=12), dtype=st.sampled_from([torch.float32, torch.int8]))
@@ -34,7 +34,7 @@ def test_copies_are_aligned_and_do_not_overlap(sizes: list[int], dtype: torch.dt
             assert torch.equal(copy, original)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
+@pytest.mark.skipif(large_page_bytes() != 2**21, reason="no pages of 2 MiB here")
 def test_process_with_more_large_pages_than_memory_can_be_forked() -> None:
     """As long as it does not write to them all."""
     memory_of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
