@@ -38,6 +38,9 @@ async def test_each_file_is_served_with_headers_that_let_nothing_else_run(file):
     async with serving() as client:
         response = await client.get(path)
         head = await client.head(path)
+        metrics = (await client.get("/metrics")).text
+    # Also of "/", where POST computes.
+    assert 'attncache_requests_total{route="other",status="200"} 2.0' in metrics
     assert (response.status_code, response.content) == (200, file.read_bytes())
     assert head.status_code == 200
     assert "default-src 'self'" in response.headers["content-security-policy"]
