@@ -129,7 +129,7 @@ def readable(what: str) -> Iterator[None]:
     except AttnCacheError:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise UnsupportedModel(
                 f"memory ran out while {what} was read; leave more memory to the process, or choose a "
                 "smaller model",
@@ -139,7 +139,8 @@ def readable(what: str) -> Iterator[None]:
         raise UnsupportedModel(f"{what} cannot be read ({reason})", field="model") from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is no memory left: Python's, the system's or torch's."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's words
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -24,8 +24,8 @@ FORMATS = ("txt", "tsv", "csv", "jsonl")
 _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
 _COMPLETE = "complete the row, or take the line break out of its text"
-# A field of a csv file that is quoted as a whole, or its beginning or its end on a line of its own.
-_QUOTED, _BEGUN, _ENDED = (re.compile(form) for form in ('"(?:[^"]|"")*"', '"(?:[^"]|"")*', '(?:[^"]|"")*"'))
+# A field of a csv file that is quoted as a whole.
+_QUOTED = re.compile('"(?:[^"]|"")*"')
 # After so many fields that double their quotes, and no field with other quotes, a tsv file is surely quoted.
 _SURELY_QUOTED = 3
 
@@ -137,7 +137,7 @@ def _rows(
         yield from _columns(_csv_rows(lines, path), path, columns, "quote a field that holds a comma")
     else:
         split = (line.rstrip("\r\n").split("\t") for line in lines)
-        rows = _without_surplus_tabs(_without_quoting(split, path))
+        rows = _without_surplus_tabs(_not_quoted(split, path))
         yield from _columns(rows, path, columns, "replace tabs within a field by spaces")
 
 
@@ -178,37 +178,30 @@ def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]
         ) from error
 
 
-def _without_quoting(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
+def _not_quoted(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
     """Yield each row of a tsv file. Raises InvalidInput if it is surely quoted like a csv file.
 
-    Then some fields double their quotes, and every field with a quote is quoted as a whole, perhaps over
-    several lines. One other field shows that quotes belong to the texts.
+    Then some fields double their quotes, and every field with a quote is quoted as a whole. One other field
+    shows that quotes belong to the texts.
     """
-    may_be_quoted, is_open, quoted = True, False, 0
-    for row in rows:
-        for place, field in enumerate(row if may_be_quoted else ()):
-            if is_open:
-                is_open, quoted = _ENDED.fullmatch(field) is None, quoted + ('""' in field[:-1])
-                may_be_quoted = not is_open or (len(row) == 1 and '"' not in field.replace('""', ""))
-            elif _QUOTED.fullmatch(field):
-                quoted += '""' in field[1:-1]
-            elif '"' in field:
-                is_open = may_be_quoted = place == len(row) - 1 and _BEGUN.fullmatch(field) is not None
-            if not may_be_quoted:
-                break
-        if may_be_quoted and not is_open and quoted >= _SURELY_QUOTED:
-            raise _quoted(path)
-        yield row
-    if may_be_quoted and not is_open and quoted:
-        raise _quoted(path)
-
-
-def _quoted(path: str) -> InvalidInput:
-    return InvalidInput(
+    refusal = InvalidInput(
         f"{path} has quoted fields with doubled quotes, as a .csv file, and in a .tsv file quotes belong to "
         "the texts; write it as .csv or .jsonl",
         field="corpus",
     )
+    may_be_quoted, doubled = True, 0
+    for row in rows:
+        for field in row if may_be_quoted else ():
+            if '"' in field:
+                may_be_quoted = _QUOTED.fullmatch(field) is not None
+                doubled += '""' in field[1:-1]
+            if not may_be_quoted:
+                break
+        if may_be_quoted and doubled >= _SURELY_QUOTED:
+            raise refusal
+        yield row
+    if may_be_quoted and doubled:
+        raise refusal
 
 
 def _without_surplus_tabs(rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:

@@ -219,13 +219,10 @@ class PrefillEngine:
         head = self.model.embedding_head
         return head.dimensions if head else self.model.hidden_size * len(self.checkpoint.pooling.modes)
 
-    @cached_property
+    @property
     def vocabulary(self) -> int:
         """The number of token ids that the model accepts, which are 0 to this number minus one."""
-        # The tokenizer of EmbeddingGemma has a token more than the model.
-        rows = self.checkpoint.config.get("vocab_size")
-        known = self.tokenizer.vocabulary
-        return min(known, rows) if isinstance(rows, int) else known
+        return self.tokenizer.known_ids
 
     @overload
     def tokenize(

@@ -49,9 +49,8 @@ def calibration_sequences(checkpoint: Checkpoint) -> list[Sequence[int]]:
     """
     texts = [checkpoint.template.sample(text) for text in checkpoint.calibration_texts]
     tokenizer = TextTokenizer(checkpoint)
-    vocabulary = min(tokenizer.vocabulary, checkpoint.config.get("vocab_size") or tokenizer.vocabulary)
     tokenized = tokenizer.tokenize(texts, truncate=True)
-    chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids and max(ids) < vocabulary]
+    chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids and max(ids) < tokenizer.known_ids]
     while sum(map(len, chosen)) > _MAX_TOKENS:
         chosen = spread(tokenized, len(chosen) - 1)
     return chosen

@@ -94,6 +94,9 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         # The number of token ids: the highest id that a text can have, plus one.
         self.vocabulary = max(self._tokenizer.get_vocab().values()) + 1
+        # The number of them that the model accepts: the tokenizer of EmbeddingGemma has one more.
+        rows = checkpoint.config.get("vocab_size")
+        self.known_ids = min(self.vocabulary, rows) if isinstance(rows, int) else self.vocabulary
         # A sample, for questions about a template whose answer does not depend on the text.
         self._any_text = self._text_with_a_token()
         self.default_prompt = self.prompt(checkpoint.template)

@@ -131,7 +131,7 @@ def run_shards(
             folder.put(part.failed_name, b"".join(map(as_line, failures)))
         else:
             folder.remove(part.failed_name)
-            counts.is_complete, counts.others = _close(folder, options, part, planned)
+            _close(folder, options, part, planned, counts)
     return counts
 
 
@@ -209,12 +209,11 @@ def _due(
 
 
 def _close(
-    folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes]
-) -> tuple[bool, int]:
-    """Write the manifest if every shard is done.
+    folder: ObjectFolder, options: Mapping[str, Any], part: Part, planned: IO[bytes], counts: Counts
+) -> None:
+    """Write the manifest if every shard is done, and note that, and the outputs that it does not name.
 
-    Returns whether it is written, and the number of outputs in the folder that it does not name. Raises
-    InvalidInput if a shard of this part is not done.
+    Raises InvalidInput if a shard of this part is not done.
     """
     done = outputs_in(folder)
     others = set(done)
@@ -232,14 +231,14 @@ def _close(
             )
         is_complete = False  # another part is not done
     if not is_complete:
-        return False, 0
+        return
     lists = [stored.name for stored in folder.list() if _FAILED_NAME.fullmatch(stored.name)]
     for failed_name in lists:  # of earlier runs and other parts
         folder.remove(failed_name)
     planned.seek(0)
     folder.put(MANIFEST, _manifest(options, planned))
     folder.remove_unfinished()
-    return True, len(others)
+    counts.is_complete, counts.others = True, len(others)
 
 
 def _manifest(options: Mapping[str, Any], planned: IO[bytes]) -> Iterator[bytes]:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attncache_core import AttentionDatabase, AttnCacheError, BuildFailed, PrefillEngine
+from attncache_core.errors import is_out_of_memory
 from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.reuse.maps.generations import RENEWAL
 from service.loading.checkpoints import checkpoint_of
@@ -97,13 +98,13 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         _JOBS[sys.argv[1]](settings)
-    except (AttnCacheError, OSError) as error:
-        print(error)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
+    except Exception as error:
+        if is_out_of_memory(error):
+            print("memory ran out; leave more memory to the server, or start it with --no-maps")
+        elif isinstance(error, (AttnCacheError, OSError)):
+            print(error)
+        else:
             raise
-        print("memory ran out; leave more memory to the server, or start it with --no-maps")
         sys.exit(2)
 
 

@@ -116,8 +116,8 @@ def push(root: Path, url: str, progress: Progress) -> str:
 
     Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
     """
-    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     database = AttentionDatabase.open(root)
+    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     if fault := next(damaged_records(database.search.store), None):
         raise CorruptDatabase(
             f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"

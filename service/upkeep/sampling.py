@@ -122,8 +122,8 @@ class Sampling:
                 )
             if sampler.later:
                 logger.warning(
-                    "%d sampled texts were asked later than now, by this machine's clock: they are kept, "
-                    "and left out until then",
+                    "%d sampled texts were asked later than now, by this machine's clock, and take no part; "
+                    "set the clock right and start the server again",
                     sampler.later,
                 )
             self.state.texts = len(sampler)

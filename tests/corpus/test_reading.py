@@ -101,7 +101,6 @@ def test_quotes_have_a_meaning_in_csv_only(file):
     with_label=st.booleans(),
 )
 @example(rows=['"a" b'] * 25, with_label=False)
-@example(rows=['a\n"b"', "c"], with_label=False)
 def test_tsv_file_with_the_quotes_of_a_csv_file_is_refused(rows, with_label, tmp_path_factory):
     """Python's csv module and pandas quote by default where a text has a quote."""
     path = tmp_path_factory.mktemp("quoted") / "a.tsv"
