@@ -69,7 +69,7 @@ class TextSampler:
         self._buffered: list[bytes] = []
         log = _read(path)
         self.cut_bytes = log.cut_bytes  # of the log: unfinished, because a process was killed, or damaged
-        # They wait for the clock, which may be behind.
+        # They take no part, but are kept: the clock may be behind.
         self._later = log.later[-reservoir.max_texts :]
         for text in log.texts:
             reservoir.offer(text)
@@ -104,7 +104,7 @@ class TextSampler:
     def later(self) -> int:
         """The number of texts in the log that were asked later than now, by this machine's clock.
 
-        They stay in the log until the log is written anew. If their time has come, they take part again then.
+        They stay in the log until it is written anew. Texts whose time has come by then take part again.
         """
         return len(self._later)
 

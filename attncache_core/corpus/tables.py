@@ -181,8 +181,8 @@ def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]
 def _not_quoted(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
     """Yield each row of a tsv file. Raises InvalidInput if it is surely quoted like a csv file.
 
-    Then some fields double their quotes, and every field with a quote is quoted as a whole. One other field
-    shows that quotes belong to the texts.
+    In such a file, some fields double their quotes, and every field with a quote is quoted as a whole. A
+    single field with other quotes shows that quotes belong to the texts.
     """
     refusal = InvalidInput(
         f"{path} has quoted fields with doubled quotes, as a .csv file, and in a .tsv file quotes belong to "

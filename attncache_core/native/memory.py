@@ -43,7 +43,7 @@ def large_pages(size: int) -> mmap.mmap:
 def large_page_bytes() -> int:
     """Return the size of the system's large pages; 0 without them.
 
-    It is 512 MiB where small pages have 64 KiB, which is too much for a place that is written first.
+    Where small pages have 64 KiB, large pages have 512 MiB: too much to clear when one block is written.
     """
     try:
         return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text(encoding="ascii"))
