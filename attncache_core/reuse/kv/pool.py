@@ -22,7 +22,7 @@ class BlockPool:
         self.layout = layout
         self.places = most_bytes // layout.block_bytes
         size = max(1, self.places) * layout.block_bytes
-        # Reserving refuses more than the machine has at once. Large pages are not reserved, and would fail later.
+        # Reserving refuses more than the machine has. Large pages are not reserved, and would fail later.
         mmap.mmap(-1, size).close()
         self._bytes = np.frombuffer(large_pages(size), dtype=np.uint8)
         self._first = address(self._bytes)
