@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from pathlib import Path
@@ -14,10 +15,12 @@ from forked import forked
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import UnsupportedModel
+from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.native import memory, products
 from attncache_core.native.memory import aligned, large_page_bytes, large_pages
+from attncache_core.reuse.kv.opening import KeyValueOptions
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=12), dtype=st.sampled_from([torch.float32, torch.int8]))
@@ -65,3 +68,15 @@ def test_memory_that_runs_out_while_weights_are_packed_is_named(kernel, tiny_che
     monkeypatch.setattr(products, "aligned", mock.Mock(side_effect=error))
     with pytest.raises(UnsupportedModel, match=r"^memory ran out while .* was read; leave more memory"):
         PrefillEngine.load(tiny_checkpoint)
+
+
+def test_more_keys_and_values_than_memory_are_refused_at_once(tiny_llama: Path) -> None:
+    """Large pages are not reserved, and without a check the process would end when it writes to them."""
+    memory_of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        mmap.mmap(-1, 4 * memory_of_machine).close()
+        pytest.skip("this system reserves more than it has")
+    except OSError:
+        options = KeyValueOptions(memory_bytes=4 * memory_of_machine)
+    with pytest.raises(InvalidInput, match="bytes of memory for keys and values cannot be reserved"):
+        PrefillEngine.load(read_checkpoint(tiny_llama), key_values=options)
