@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 5.0
 _TOLD_AGAIN_SECONDS = 3600.0
-_TRIES = 3
-# An end of patience that is noticed so much later was this process's own delay: it was frozen, or is busy.
-_LATE_SECONDS = 0.05
+# Within the patience of a question. A process that stood still has not looked: its own delay does not count.
+_LOOKS = 10
 # A new connection needs some round trips, with TLS.
 _CONNECT_SECONDS = 0.25
 _START_SECONDS = 5.0
@@ -134,17 +133,15 @@ class Client:
         return answer
 
     async def _answer(self, question: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
-        """Return the answer. If this process has noticed too late that there is none, it asks again."""
-        for _ in range(_TRIES - 1):
-            latest = time.monotonic() + self._patience + _LATE_SECONDS
-            try:
-                async with asyncio.timeout(self._patience):
-                    return await question(self._server)
-            except TimeoutError:
-                if time.monotonic() <= latest:
-                    raise
-        async with asyncio.timeout(self._patience):
-            return await question(self._server)
+        asked = asyncio.ensure_future(question(self._server))
+        try:
+            for _ in range(_LOOKS):
+                await asyncio.wait([asked], timeout=self._patience / _LOOKS)
+                if asked.done():
+                    return asked.result()
+            raise TimeoutError
+        finally:
+            asked.cancel()
 
     async def close(self) -> None:
         """End all connections."""

@@ -4,10 +4,11 @@ Each line of the standard input is a JSON list [NAME, MANNER, SETTINGS]. The log
 FOLDER/NAME.log, its process id in NAME.pid, and its exit code, once it has ended, in NAME.code. Its temporary
 files are in FOLDER/NAME.
 
-The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. All other manners
-serve the fake engine. Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s,
-or 0.03 s with the manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop.
-SIGUSR2 hangs all threads that need the interpreter.
+The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. It waits
+SETTINGS["patience"] seconds for the shared store, if that is given. All other manners serve the fake engine.
+Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s, or 0.03 s with the
+manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all
+threads that need the interpreter.
 """
 
 import atexit
@@ -32,6 +33,7 @@ from service.cli import main as attncache
 from service.loading import rebuild
 from service.observability.logs import configure_logging
 from service.settings import Settings
+from service.shared import store
 from service.web.listeners import open_listeners
 from service.workers.supervisor import serve_with_workers
 
@@ -133,6 +135,7 @@ def run(folder, name, manner, settings):
             rebuild.subprocess = SimpleNamespace(
                 PIPE=subprocess.PIPE, Popen=lambda *command, **_: builder.begin(*command)
             )
+        store._PATIENCE_SECONDS = settings.get("patience", store._PATIENCE_SECONDS)
         os.chdir(settings["folder"])
         os.environ["PYTHONPATH"] = str(Path(service.__file__).parents[1])
         attncache(settings["arguments"])
