@@ -155,7 +155,7 @@ class ServiceState:
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
         of_all = [self._of_all.store("quotas")] if self._of_all and settings.shared_for("quotas") else []
-        self.keys = key_ring(settings, *of_all, shared)
+        self.keys = key_ring(settings, *of_all, shared, process=self.group.process if self.group else None)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
         if settings.api_keys is not None:

@@ -19,6 +19,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # What a bearer token may be (RFC 6750), and long enough that nobody guesses it.
 _MAX_SECRET_CHARACTERS = 256
 _SECRET = re.compile(r"(?=.{16,256}\Z)[A-Za-z0-9._~+/-]+=*")
+_COMMENT = re.compile(r"(?:^|\s)#")
 _COUNT = re.compile("[1-9][0-9]{0,14}")
 # What the line of an admin key says.
 ADMIN = "admin"
@@ -61,14 +63,20 @@ class KeyRing:
     """The keys that are valid now. Used on the event loop."""
 
     def __init__(
-        self, file: Path | None, option: str | None, *stores: Store, max_seconds: float = _MAX_SECONDS
+        self,
+        file: Path | None,
+        option: str | None,
+        *stores: Store,
+        max_seconds: float = _MAX_SECONDS,
+        process: str | None = None,
     ) -> None:
-        """file: of --api-keys. option: the text of --api-key. stores: of what keys have used; see QuotaUse.
+        """file: of --api-keys. option: the text of --api-key. Others: see QuotaUse.
 
-        max_seconds: that a request may take. Raises InvalidSettings, as `reload`.
+        Raises InvalidSettings, as `reload`.
         """
         self._file = file
-        self._stores, self._max_seconds = stores, max_seconds
+        self._use = partial(QuotaUse, max_seconds=max_seconds, process=process)
+        self._stores = stores
         self._salt = secrets.token_bytes(32)
         self._option_lines = _lines_of_option(option, self._digest) if option is not None else []
         self._holders: dict[bytes, KeyHolder] = {}  # by the digest of a key
@@ -90,7 +98,7 @@ class KeyRing:
                 if known is not None and known.quotas == line.quotas:
                     use = known.use
                 else:
-                    use = QuotaUse(line.name, line.quotas, *self._stores, max_seconds=self._max_seconds)
+                    use = self._use(line.name, line.quotas, *self._stores)
                 holder = holders[line.name] = KeyHolder(line.name, line.is_admin, line.quotas, use)
             elif (holder.is_admin, holder.quotas) != (line.is_admin, line.quotas):
                 raise _refused(f"{line.where}: all lines of one name must have the same words after the key")
@@ -130,17 +138,17 @@ def namespace_of(name: str) -> bytes:
     return name.encode() + b"\0"
 
 
-def key_ring(settings: Settings, *stores: Store) -> KeyRing | None:
+def key_ring(settings: Settings, *stores: Store, process: str | None = None) -> KeyRing | None:
     """Return the keys of these settings, or None if no key is needed. Raises InvalidSettings.
 
-    stores: of what keys have used; see QuotaUse.
+    stores, process: see QuotaUse.
     """
     option = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.api_keys is None and option is None:
         return None
     # Beside its computation, a request is received and its response is sent.
     max_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
-    return KeyRing(settings.api_keys, option, *stores, max_seconds=max_seconds)
+    return KeyRing(settings.api_keys, option, *stores, max_seconds=max_seconds, process=process)
 
 
 class _Line(NamedTuple):
@@ -188,7 +196,7 @@ def _lines_of_option(text: str, digest: _Digest) -> list[_Line]:
 
 def _parsed(lines: Iterable[str], where: str, digest: _Digest) -> Iterator[_Line]:
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = _COMMENT.split(line, maxsplit=1)[0].split()
         if words:
             yield _line(words, f"{where} {number}", digest)
 

@@ -1,7 +1,8 @@
 """How much one API key may ask for, per minute and at a time.
 
 Requests and tokens are taken from buckets that hold the amount of one minute, and are refilled all the time.
-How many tokens a request has is known when it has ended, so the bucket of tokens may go below zero. Then
+How many tokens a request has is known when it has ended. Until then, a guess from the size of its body is
+taken, but no more than the bucket holds. So the bucket of tokens may go below zero when a request ends. Then
 further requests are refused until the debt is paid. A request that has failed, or whose client has left, is
 charged for what was begun for it.
 """
@@ -32,6 +33,8 @@ _RETRY_IN_FLIGHT_SECONDS = 1
 _MAX_TRIES = 100
 _MAX_PAUSE_SECONDS = 0.02
 _FULL_SECONDS = 60.0  # in which an empty bucket is filled
+# At first, as of prose. Each request that has ended counts by this share.
+_TOKENS_PER_BYTE, _SHARE_OF_LAST = 0.25, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +60,38 @@ class QuotaUse:
         *stores: Store,
         max_seconds: float,
         clock: Callable[[], float] = time.time,
+        process: str | None = None,
     ) -> None:
         """name: of the key's holder. stores: the first one that can be used counts.
 
         max_seconds: that a request may take. A process that was killed no longer counts as having requests in
-        flight after that time.
+        flight after that time. process: the name of this process, if the last store holds `alive/NAME` of all
+        processes that run; a process that was killed then no longer counts there.
         """
         self._name = name
         self._quotas = quotas
         self._stores = stores
         self._max_seconds = max_seconds
         self._clock = clock
-        self._process = secrets.token_hex(8)
+        self._alive_in = stores[-1] if process is not None else None
+        self._process = secrets.token_hex(8) if process is None else process
         self._in_flight = 0  # requests of this process
+        self._tokens_per_byte = _TOKENS_PER_BYTE  # of the bodies of the last requests
         self._waiting: list[_Change] = []  # changes that are not written yet
         self._writing = asyncio.Lock()
         # With other quotas, everything is counted from the beginning.
         self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
-    async def begin(self) -> bool:
-        """Count a request that begins; `end` must follow. Returns whether it was counted.
+    async def begin(self, size: int = 0) -> int | None:
+        """Count a request that begins; `end` must follow. size: of its body, in bytes; 0: not known.
 
-        Raises QuotaExceeded, and then counts nothing.
+        Returns how many tokens were taken for it, or None if it was not counted. Raises QuotaExceeded, and
+        then counts nothing.
         """
+        taken = 0
 
         def count(used: _Used) -> None:
+            nonlocal taken
             maximum, now = self._quotas.in_flight, self._clock()
             if maximum is not None and used.total_in_flight(now) >= maximum:
                 raise QuotaExceeded(
@@ -98,23 +108,28 @@ class QuotaUse:
                     )
             if used.requests is not None:
                 used.requests.level -= 1
+            if used.tokens is not None:
+                taken = min(round(size * self._tokens_per_byte), math.floor(used.tokens.level))
+                used.tokens.level -= taken
 
-        return await self._change(_Change(count, in_flight=1))
+        return taken if await self._change(_Change(count, in_flight=1)) else None
 
-    async def end(self, tokens: int, *, is_in_flight: bool = True) -> None:
+    async def end(self, tokens: int, *, taken: int | None = 0, size: int = 0) -> None:
         """Count the end of a request. tokens: of all that was computed, or begun, for the request.
 
-        is_in_flight: what `begin` has returned; False if `begin` was not called, or could not count.
+        taken: what `begin` has returned; None if `begin` was not called. size: as for `begin`.
         """
-        if not (tokens or is_in_flight):
+        if not (tokens or taken is not None):
             return
+        if tokens and size:
+            self._tokens_per_byte += _SHARE_OF_LAST * (tokens / size - self._tokens_per_byte)
 
         def count(used: _Used) -> None:
-            if used.tokens is not None and tokens:
+            if used.tokens is not None:
                 used.tokens.refill(self._clock())
-                used.tokens.level -= tokens
+                used.tokens.level -= tokens - (taken or 0)
 
-        await self._change(_Change(count, in_flight=-is_in_flight))
+        await self._change(_Change(count, in_flight=-(taken is not None)))
 
     async def _change(self, change: _Change) -> bool:
         """Change what is used. Returns whether it was; if not, the request is answered all the same.
@@ -163,6 +178,8 @@ class QuotaUse:
                 # Written, though the store said otherwise: it was asked twice, and the second answer came.
                 return True
             used = _Used.read(before, self._quotas, now)
+            if store is self._alive_in:
+                await self._drop_killed(store, used)
             used.set_in_flight(self._process, self._in_flight, now + self._max_seconds)
             is_changed = [change.apply(used, self._process, now + self._max_seconds) for change in changes]
             after, seconds = used.written(), used.seconds(self._clock())
@@ -172,6 +189,12 @@ class QuotaUse:
             await asyncio.sleep(random.uniform(0, min(_MAX_PAUSE_SECONDS, 0.001 * 2**tries)))
         logger.error("requests of key %s are not counted: too many others are counted", self._name)
         return False
+
+    async def _drop_killed(self, store: Store, used: _Used) -> None:
+        """Count nothing as in flight of processes that have ended without a word."""
+        for process in used.in_flight.keys() - {self._process}:
+            if await store.get(f"alive/{process}") is None:
+                del used.in_flight[process]
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +239,8 @@ class _Bucket:
     def seconds_until_one(self, now: float) -> float:
         """Return the seconds until the bucket holds 1; 0 if it does."""
         self.refill(now)
-        return max(0.0, (1 - self.level) * 60 / self.per_minute)
+        missing = max(0.0, (1 - self.level) * 60 / self.per_minute)
+        return missing and missing + self.refilled_at - now
 
     def seconds_until_full(self, now: float) -> float:
         """Return the seconds until the bucket says nothing any more, with both clocks in doubt."""

@@ -50,7 +50,9 @@ async def answered(
     check_count(turns, field, settings.max_request_inputs)
     # Token ids of one model say nothing to another one.
     session = serving.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
-    request = hashlib.blake2b(call.request_id.encode(), digest_size=8).hexdigest()
+    # As the client has sent it, also if it is not fit for the log.
+    request_id = call.headers.get(b"x-request-id") or call.request_id.encode()
+    request = hashlib.blake2b(request_id, digest_size=8).hexdigest()
 
     def conversation(stored: bytes | None) -> Conversation:
         return Conversation(
@@ -86,8 +88,9 @@ async def _turn_answered(
             source = conversation(stored)
             with _names(field):
                 answer = await compute(source)
-            # Before the turn is kept, because the answer may be refused.
+            # Before the turn is kept, because the answer may be refused, or have no reader.
             call.count_answer(len(answer.content))
+            await call.require_client()
             kept = await _kept(sessions, session, stored, source)
             if kept == "dropped":
                 return answer._replace(headers=(*answer.headers, _HISTORY_DROPPED))

@@ -37,7 +37,8 @@ _CONNECT_SECONDS = 0.25
 _START_SECONDS = 5.0
 # Large values are read several times faster than with the default of 64 KiB.
 _READ_BYTES = 2**20
-_MAX_CONNECTIONS = 64
+_MAX_CONNECTIONS = 64  # of threads
+_MAX_AT_ONCE = 16  # questions of an event loop; more would not be answered sooner
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
     (exceptions.AuthenticationError, "the user or the password is not accepted"),
@@ -115,22 +116,23 @@ class Client:
     def __init__(self, address: SharedAddress, circuit: Circuit, patience_seconds: float) -> None:
         self._circuit, self._patience = circuit, patience_seconds
         kind = valkey.asyncio.SSLConnection if address.is_encrypted else valkey.asyncio.Connection
-        self._pool = valkey.asyncio.BlockingConnectionPool(
-            connection_class=kind, timeout=None, max_connections=_MAX_CONNECTIONS, **_options(address)
-        )
+        self._pool = valkey.asyncio.ConnectionPool(connection_class=kind, **_options(address))
         self._server = valkey.asyncio.Valkey(connection_pool=self._pool)
+        # The time of a question begins with its turn, because a burst of questions is no fault of the store.
+        self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def ask(self, question: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
         """Return the answer to a question to the server. Raises SharedUnavailable."""
-        if not self._circuit.may_ask():
-            raise _unavailable("it did not answer before")
-        try:
-            answer = await self._answer(question)
-        except _FAILURES_ON_LOOP as error:
-            self._circuit.note(error)
-            raise _unavailable(_reason(error)) from None
-        self._circuit.answered()
-        return answer
+        async with self._turns:
+            if not self._circuit.may_ask():
+                raise _unavailable("it did not answer before")
+            try:
+                answer = await self._answer(question)
+            except _FAILURES_ON_LOOP as error:
+                self._circuit.note(error)
+                raise _unavailable(_reason(error)) from None
+            self._circuit.answered()
+            return answer
 
     async def _answer(self, question: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
         asked = asyncio.ensure_future(question(self._server))

@@ -11,6 +11,7 @@ import asyncio
 import math
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
@@ -125,7 +126,7 @@ class Call:
     request_id: str
     is_relayed: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
-    is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
+    taken_tokens: int | None = None  # by the quotas of the holder, until the end; None: it is not counted
     timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
     results: list[PrefillResult] = field(default_factory=list)  # of what was computed
     started: float = field(default_factory=time.perf_counter)
@@ -145,6 +146,13 @@ class Call:
     def tokens(self) -> int:
         """The tokens of all that was computed, or begun, for the request, also if it has failed."""
         return sum(timing.tokens for timing in self.timings)
+
+    @property
+    def announced_bytes(self) -> int:
+        """The size of the body, as the client has announced it; 0 if it has not."""
+        announced = self.headers.get(b"content-length", b"")
+        # 20 digits exceed any limit.
+        return int(announced[:20]) if announced.isdigit() else 0
 
     @property
     def query_params(self) -> QueryParams:
@@ -183,7 +191,7 @@ class Call:
     async def count_in_quota(self, holder: KeyHolder) -> None:
         """Count the request as one of its key. Raises QuotaExceeded."""
         try:
-            self.is_in_quota = await holder.use.begin()
+            self.taken_tokens = await holder.use.begin(self.announced_bytes)
         except QuotaExceeded as error:
             self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise
@@ -261,14 +269,24 @@ class Call:
             self.results.append(result)
         return result
 
+    async def require_client(self) -> None:
+        """Raise ClientGone if the client has left. The body must have been read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await self._until_gone()
+            raise ClientGone("the client left before its answer")
+
+    async def _until_gone(self) -> None:
+        # A body that the route does not read comes before the message that the client has left.
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
     async def _give_up(self, pending: asyncio.Future[Any]) -> None:
         """Fail `pending` when the client leaves or the deadline passes."""
         error: AttnCacheError = ClientGone("the client left before its answer")
         try:
             async with asyncio.timeout(self._seconds_left(self._seconds)):
-                # A body that the route does not read comes before the message that the client has left.
-                while (await self.receive())["type"] != "http.disconnect":
-                    pass
+                await self._until_gone()
         except TimeoutError:
             error = self._overdue()
         if not pending.done():
@@ -280,10 +298,8 @@ class Call:
                 "a body with Content-Encoding is not read; send the body uncompressed, without this header"
             )
         maximum = self.state.settings.max_body_bytes
-        announced = self.headers.get(b"content-length", b"")
-        # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
-        if announced.isdigit():
-            _require_small(int(announced[:20]), maximum)
+        # The header only refuses early: the bytes that arrive are counted.
+        _require_small(self.announced_bytes, maximum)
         chunks: list[bytes] = []
         size, is_whole = 0, False
         while not is_whole:

@@ -273,7 +273,7 @@ class Supervisor:
         assert place.refusal is not None
         with place.refusal as sentence, suppress(EOFError):
             refusal = sentence.recv()
-        if not place.worker.ready.exists():
+        if not (self._all_were_ready or place.worker.ready.exists()):
             # The other workers would not be able to start either.
             if refusal is not None:
                 self._failure = AttnCacheError(refusal)

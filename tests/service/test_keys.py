@@ -93,6 +93,7 @@ def test_keys_are_found_by_salted_digests_and_not_kept(file):
         (f"\n# two\n{ONE}\n", "line 3 must be a name, a key"),
         ("one Short-Secret\n", "line 1: the key must have 16 to 256"),
         (f"one {ONE}!\n", "line 1: the key must have"),
+        (f"one {ONE}#W9 requests_per_minute=6\n", "line 1: the key must have"),
         (f"one {'x' * 257}\n", "line 1: the key must have"),
         (f"-one {ONE}\n", "line 1: the name must"),
         (f"{'n' * 65} {ONE}\n", "line 1: the name must"),
@@ -224,6 +225,47 @@ async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_
     await use.end(0)
 
 
+async def test_requests_at_once_exceed_the_quota_of_tokens_by_little():
+    """Until they end, requests count by the size of their bodies, and then by what they had."""
+    clock = Clock()
+    use = use_of(Quotas(tokens_per_minute=1000), clock)
+    taken = [await use.begin(1600) for _ in range(3)]
+    assert taken == [400, 400, 200]
+    assert await refused(use) == ("tokens_per_minute", 1)
+    for tokens in (400, 0, 100):
+        await use.end(tokens, taken=taken.pop(), size=1600)
+    # Texts of this client have fewer tokens than prose.
+    assert await use.begin(1600) < 400
+    assert await use.begin(10**9) < 500
+    assert (await refused(use))[0] == "tokens_per_minute"
+
+
+@pytest.mark.parametrize("end", ["killed", "alive"])
+async def test_process_that_was_killed_has_nothing_in_flight(end):
+    store = LocalStore()
+    of_workers = [
+        QuotaUse("k", Quotas(in_flight=1), store, max_seconds=100, process=name) for name in ("one", "two")
+    ]
+    await store.put("alive/one", b"")
+    await of_workers[0].begin()
+    if end == "killed":
+        await store.put("alive/one", None)
+        assert await of_workers[1].begin() == 0
+    assert await refused(of_workers[1]) == ("in_flight", 1)
+
+
+async def test_retry_after_is_right_when_the_clock_goes_back():
+    clock = Clock()
+    use = use_of(Quotas(requests_per_minute=60), clock)
+    for _ in range(60):
+        await use.begin()
+    clock.seconds -= 45
+    quota, seconds = await refused(use)
+    assert (quota, seconds) == ("requests_per_minute", 46)
+    clock.seconds += seconds
+    assert await use.begin() == 0
+
+
 async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=3, in_flight=1), clock)
@@ -249,15 +291,15 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
 
     store = Failing()
     use = use_of(Quotas(in_flight=2, tokens_per_minute=60), Clock(), store)
-    assert await use.begin()
+    assert await use.begin() == 0
     store.fails = True
-    assert not await use.begin()
+    assert await use.begin() is None
     assert ("requests of key client are not counted" in caplog.text) == (error is None)
     store.fails = False
-    await use.end(1, is_in_flight=False)
-    assert await use.begin()
+    await use.end(1, taken=None)
+    assert await use.begin() == 0
     assert (await refused(use))[0] == "in_flight"
-    await use.end(100, is_in_flight=False)
+    await use.end(100, taken=None)
     for _ in range(2):
         await use.end(0)
     assert (await refused(use))[0] == "tokens_per_minute"
@@ -284,20 +326,20 @@ async def test_another_store_counts_alone_while_the_first_one_refuses(refuses):
     clock = Clock()
     quotas = Quotas(requests_per_minute=2, in_flight=5)
     use, other = (QuotaUse("k", quotas, first, second, max_seconds=100, clock=clock) for _ in range(2))
-    assert await use.begin()
+    assert await use.begin() == 0
     first.refuses = refuses
-    assert await use.begin()
-    assert await use.begin()
+    assert await use.begin() == 0
+    assert await use.begin() == 0
     assert (await refused(use))[0] == "requests_per_minute"
     first.refuses = ""
     # Three are in flight here, whichever store has counted them; one more may begin, and nothing is lost.
-    assert await use.begin()
+    assert await use.begin() == 0
     clock.seconds += 60
-    assert await other.begin()
+    assert await other.begin() == 0
     assert (await refused(other))[0] == "in_flight"
     for _ in range(4):
         await use.end(0)
-    assert await other.begin()
+    assert await other.begin() == 0
     assert await second.count() == 1
 
 

@@ -229,6 +229,15 @@ async def test_client_that_leaves_releases_its_session(leaving):
         assert (sessions._turns, sessions._waiting) == ({}, 0)
 
 
+async def test_turn_of_a_client_that_leaves_while_it_is_answered_is_not_kept():
+    leave = asyncio.Event()
+    leave.set()
+    async with serving() as client:
+        await ask(client, transcript=["a"])
+        await request_and_leave(app_of(client), {"session_id": "s", "append": "gone"}, leave)
+        assert_is_about(await ask(client, append="b"), "ab")
+
+
 async def test_expired_session_is_found_while_a_request_of_it_runs():
     engine = FakeEngine()
     async with serving(engine) as client:
