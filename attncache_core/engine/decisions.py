@@ -16,7 +16,7 @@ import torch
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput, NoClassifier
-from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE, LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.decisions import LETTERS
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
@@ -73,6 +73,11 @@ class Decisions:
         return self._checkpoint.config.get("problem_type") == "multi_label_classification" or (
             self.labels is not None and len(self.labels) == 1
         )
+
+    @property
+    def temperature(self) -> float:
+        """What `class_logits` are divided by already: cosines of labels are."""
+        return SIMILARITY_TEMPERATURE if self.classifier and not self.classifier.fitted else 1.0
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         """Return logits [n, labels] from outputs [n, d]. Raises NoClassifier if there are no classes."""

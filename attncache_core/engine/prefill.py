@@ -48,7 +48,7 @@ from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import resolve_device
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.limits import require_list
+from attncache_core.text.limits import list_of
 from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
@@ -278,8 +278,7 @@ class PrefillEngine:
             remedy = "; load it without task label-logits" if self.checkpoint.task == "label-logits" else ""
             raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
         self.require_dimensions(dimensions)
-        require_list(texts)
-        if not texts:
+        if not (texts := list_of(texts)):
             return np.zeros((0, dimensions or self.dimensions or 0), np.float32)
         prompt = (
             self.tokenizer.default_prompt if prompt_name is None else self.tokenizer.named_prompt(prompt_name)
@@ -325,8 +324,7 @@ class PrefillEngine:
         whose score is not finite.
         """
         prompt = self.pair_scores.prompt(instruction)
-        require_list(documents, "documents")
-        if not documents:
+        if not (documents := list_of(documents, "documents")):
             return np.zeros(0, np.float32)
         sequences = self.tokenize([(query, document) for document in documents], prompt=prompt)
         result = self.run(self.requests(sequences, prompt, self.decisions.label_tokens))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from attncache_core.errors import BuildFailed, DatabaseRefused
+from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 from attncache_core.heads.vectors import normalize, require_finite
 from attncache_core.runtime.files import write_whole
 
@@ -166,9 +166,24 @@ def nearest_label(
 
 
 def require_labels(labels: Sequence[str]) -> None:
-    """Raise BuildFailed if the labels of texts have fewer than two classes."""
+    """Raise BuildFailed if the labels of texts have fewer than two classes, and InvalidInput for no label."""
+    for label in dict.fromkeys(labels):
+        if not (isinstance(label, str) and label and "\0" not in label and _is_unicode(label)):
+            raise InvalidInput(
+                "labels must be strings that are not empty, of Unicode characters other than null; write a "
+                "number as a string",
+                field="labels",
+            )
     if len(set(labels)) < 2:
         raise BuildFailed("a classifier needs texts of at least two labels", field="data")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def fit_classifier(
@@ -177,12 +192,15 @@ def fit_classifier(
     """Fit a multinomial logistic regression on embeddings [n, d], scaled to unit length, and their labels.
 
     fingerprint, model: of the model that computed the embeddings. Raises BuildFailed if there are fewer than
-    two classes, and NotFinite, with the index of the first one, if embeddings are not finite.
+    two classes, InvalidInput for labels that are no strings or not as many as embeddings, and NotFinite, with
+    the index of the first one, if embeddings are not finite.
     """
     # Imported here, because importing scikit-learn takes most of a second and only fitting needs it.
     from sklearn.linear_model import LogisticRegression
 
     require_labels(labels)
+    if len(labels) != len(embeddings):
+        raise InvalidInput(f"{len(labels)} labels do not fit {len(embeddings)} embeddings", field="labels")
     classes = sorted(set(labels))
     require_finite(np.isfinite(embeddings), "embeddings")
     regression = LogisticRegression(C=_INVERSE_REGULARISATION, max_iter=2000)

@@ -74,10 +74,15 @@ class ZeroShot:
         Without multi_label, the scores of a text sum to 1. With it, and for a single label, the score of each
         label is the probability of entailment against contradiction.
         """
+        by_itself = multi_label or len(self.labels) == 1
+        return class_scores(self.label_logits(logits, multi_label), multi_label=by_itself)
+
+    def label_logits(self, logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
+        """Return what `scores` makes scores of, float32 [texts, labels], in the same order."""
         by_label = logits.reshape(-1, len(self.labels), logits.shape[1])  # [texts, labels, classes]
-        if multi_label or len(self.labels) == 1:
-            return class_scores(by_label[..., [self.contradiction, self.entailment]])[..., 1]
-        return class_scores(by_label[..., self.entailment])
+        found: np.ndarray = by_label[..., self.entailment]
+        by_itself = multi_label or len(self.labels) == 1
+        return found - by_label[..., self.contradiction] if by_itself else found
 
 
 def entailment_class(config: dict[str, Any]) -> int | None:

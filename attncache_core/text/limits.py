@@ -8,11 +8,14 @@ be cut is refused if it has too many characters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InputTooLong, InvalidInput
+
+_T = TypeVar("_T")
 
 # Of prose. More characters are looked at if the text has fewer tokens.
 _USUAL_CHARACTERS_PER_TOKEN = 8
@@ -41,19 +44,19 @@ def shortened(tokenizer: Tokenizer, text: str, tokens: int, index: int) -> str:
     Raises InputTooLong if the text has so few tokens that it would have to be tokenised beyond
     `max_characters`.
     """
-    size = _USUAL_CHARACTERS_PER_TOKEN * tokens
+    size, most = _USUAL_CHARACTERS_PER_TOKEN * tokens, max_characters(tokens)
     while size + _LAST_CHARACTERS < len(text):
-        if size > max_characters(tokens):
-            raise InputTooLong(
-                f"inputs[{index}] has more than {max_characters(tokens)} characters, and too few tokens for "
-                "its length; shorten the text, and remove what is repeated",
-                field=f"inputs[{index}]",
-            )
         part = text[: size + _LAST_CHARACTERS]
-        offsets = tokenizer.encode(part, add_special_tokens=False).offsets
+        offsets = encoded(tokenizer, part, f"inputs[{index}]").offsets
         if len(offsets) > tokens and offsets[tokens][1] <= size:
             return part
-        size *= 4
+        if size == most:
+            raise InputTooLong(
+                f"inputs[{index}] has more than {most} characters, and too few tokens for its length; "
+                "shorten the text, and remove what is repeated",
+                field=f"inputs[{index}]",
+            )
+        size = min(4 * size, most)
     return text
 
 
@@ -63,8 +66,23 @@ def count_tokens(tokenizer: Tokenizer, text: str, tokens: int) -> int:
     Of a text with more than `max_characters`, the rest is taken to have as many tokens per character.
     """
     part = text[: max_characters(tokens)]
-    count = len(tokenizer.encode(part, add_special_tokens=False))
+    count = len(encoded(tokenizer, part, "inputs"))
     return round(count * len(text) / len(part)) if part else 0
+
+
+def encoded(tokenizer: Tokenizer, text: str, field: str) -> Encoding:
+    """Return the tokens of a text, without special tokens. Raises InvalidInput, which names `field`."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except TypeError as error:
+        raise no_unicode(field) from error
+
+
+def no_unicode(field: str) -> InvalidInput:
+    """Return the error for a text that the tokenizer cannot read."""
+    return InvalidInput(
+        f"{field} must be text of Unicode characters, without halves of surrogate pairs", field=field
+    )
 
 
 def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
@@ -100,16 +118,22 @@ def require_few_label_tokens(tokens: int) -> None:
         )
 
 
-def require_list(texts: object, field: str = "texts") -> None:
-    """Raise InvalidInput unless texts are a list or the like: each character of a string would be a text."""
+def list_of(texts: Iterable[_T], field: str = "texts") -> list[_T]:
+    """Return texts as a list. Raises InvalidInput for a string, each of whose characters would be a text."""
     if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
         raise InvalidInput(f"{field} must be a list of texts; for one text, give [text]", field=field)
+    return list(texts)
 
 
 def require_fitting(template: Template, texts: Sequence[Text]) -> None:
-    """Raise InvalidInput, which names the text, if a text must be a pair and is none, or must not be one."""
+    """Raise InvalidInput, which names the text, if a text must be a pair and is none, or must not be one.
+
+    Also if a text is neither a string nor a pair of strings.
+    """
     refused = str if template.is_for_pairs else tuple
     for index, text in enumerate(texts):
+        if not (isinstance(text, str) or _is_pair(text)):
+            raise InvalidInput(f"inputs[{index}] must be a string", field=f"inputs[{index}]")
         if isinstance(text, refused) and template != Template():
             why = (
                 "must be a pair, because the template holds {query} and {document}"
@@ -117,6 +141,10 @@ def require_fitting(template: Template, texts: Sequence[Text]) -> None:
                 else "is a pair, which takes no template or prompt of one text; send one text"
             )
             raise InvalidInput(f"inputs[{index}] {why}", field=f"inputs[{index}]")
+
+
+def _is_pair(text: object) -> bool:
+    return isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
 
 
 def too_long(room: int, index: int) -> InputTooLong:

@@ -16,13 +16,14 @@ from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.text.limits import (
     count_tokens,
+    list_of,
     no_room,
+    no_unicode,
     require_few_characters,
     require_few_characters_of_text,
     require_few_label_characters,
     require_few_label_tokens,
     require_fitting,
-    require_list,
     require_short,
     require_short_labels,
     shortened,
@@ -192,7 +193,7 @@ class TextTokenizer:
         room. A text of more characters than limits.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
         """
-        require_list(texts)
+        texts = list_of(texts)
         prompt = prompt or self.default_prompt
         template, plans = prompt.template, prompt.sequence_plans
         if max_total_tokens is not None:
@@ -374,10 +375,7 @@ class TextTokenizer:
                 else:
                     encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=special)
             except TypeError as error:
-                raise InvalidInput(
-                    "inputs must be strings of Unicode characters, without halves of surrogate pairs",
-                    field="inputs",
-                ) from error
+                raise no_unicode("inputs") from error
             for encoding in encodings:
                 yield encoding.ids
 

@@ -9,6 +9,7 @@ the model is one of NLI     see service/routes/zero_shot.py
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,13 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import answer, check_count, computed, json_list, label_logits
+from service.routes.common import answer, best_first, check_count, computed, json_list, label_logits
 from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
 
-_CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MAX_ANSWER_CHARACTERS = 2**24
 
@@ -46,11 +46,11 @@ async def scored(
 
     async def compute(source: Source) -> Answer:
         if serving.engine.checkpoint.task == "label-logits":
-            scores = await _by_tokens(call, serving, body, source, reuse)
+            found = await _by_tokens(call, serving, body, source, reuse)
         else:
-            scores = await _by_output(call, serving, body, source, reuse)
-        rows = (_best_first(scores.labels, row) for row in scores.scores)
-        return answer(next(rows) if alone else await json_list(rows), scores.result, call, source)
+            found = await _by_output(call, serving, body, source, reuse)
+        rows = map(partial(_best_first, found.labels), found.logits, found.scores)
+        return answer(next(rows) if alone else await json_list(rows), found.result, call, source)
 
     if body.labels is not None and is_zero_shot(serving.engine, body):
         refuse_fields(body)
@@ -83,16 +83,17 @@ async def _by_output(
         result = await computed(call, serving, source, reuse=reuse, reads=None, salt=salt)
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
         scores = class_scores(similarities, body.temperature or SIMILARITY_TEMPERATURE)
-        return Scores(labels, scores, result)
+        return Scores(labels, similarities, scores, result)
     columns = _columns(body.labels, known)
     # The budget of a database was measured for all classes of the server, and not for other ones.
     is_whole = body.labels is None or len(columns) == len(known)
     reads = Measure.AGREEMENT if is_whole else None
     result = await computed(call, serving, source, reuse=reuse, reads=reads, salt=salt)
-    logits = serving.engine.decisions.class_logits(result.outputs)[:, columns]
-    temperature = body.temperature or _CLASSIFIER_TEMPERATURE
-    scores = class_scores(logits, temperature, serving.engine.decisions.multi_label)
-    return Scores([known[column] for column in columns], scores, result)
+    decisions = serving.engine.decisions
+    logits = decisions.class_logits(result.outputs)[:, columns]
+    temperature = (body.temperature or decisions.temperature) / decisions.temperature
+    scores = class_scores(logits, temperature, decisions.multi_label)
+    return Scores([known[column] for column in columns], logits, scores, result)
 
 
 def _refuse_zero_shot(body: ClassifyRequest) -> None:
@@ -126,8 +127,7 @@ async def _by_tokens(
         )
     salt = call.salt(body.cache_salt)
     logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
-    scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return Scores(list(labels.labels), scores, result)
+    return Scores(list(labels.labels), logits, class_scores(logits, body.temperature or 1.0), result)
 
 
 def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
@@ -194,7 +194,6 @@ async def _label_embeddings(
     return np.stack([known[label] for label in labels])
 
 
-def _best_first(labels: list[str], scores: np.ndarray) -> list[dict[str, Any]]:
-    order = np.argsort(-scores, kind="stable").tolist()
+def _best_first(labels: list[str], logits: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
     values = scores.tolist()
-    return [{"label": labels[column], "score": values[column]} for column in order]
+    return [{"label": labels[column], "score": values[column]} for column in best_first(logits)]

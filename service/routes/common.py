@@ -235,6 +235,12 @@ async def classified(
     )
 
 
+def best_first(logits: np.ndarray) -> list[int]:
+    """Return the indices of logits [n], the largest first: the scores of large logits may all be 1."""
+    order: list[int] = np.argsort(-logits, kind="stable").tolist()
+    return order
+
+
 def json_response(content: Any) -> Response:
     """Return a response of a route that does not compute, with the content as JSON."""
     return Response(orjson.dumps(content), media_type="application/json")

@@ -25,7 +25,7 @@ from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Texts, bare_prompt
 from service.errors import rename
-from service.routes.common import computed, label_logits, named
+from service.routes.common import best_first, computed, label_logits, named
 from service.routes.inputs import segments_of
 from service.schemas import Side
 from service.state import Serving
@@ -52,14 +52,14 @@ class Question(NamedTuple):
 class Relevance(NamedTuple):
     """The scores of documents, higher is better."""
 
+    logits: np.ndarray  # float32 [documents], in the order of the scores
     scores: np.ndarray  # float32 [documents]
     result: PrefillResult  # of all sequences
 
     @property
     def best_first(self) -> list[int]:
         """The indices of the documents, the best document first."""
-        order: list[int] = np.argsort(-self.scores, kind="stable").tolist()
-        return order
+        return best_first(self.logits)
 
 
 async def relevance(call: Call, serving: Serving, question: Question, *, raw: bool = False) -> Relevance:
@@ -96,7 +96,8 @@ async def by_list(
     labels = serving.engine.decisions.letters
     source = segments_of(call, serving, documents, query, headings(len(documents)))
     logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
-    return Relevance(class_scores(logits[:, : len(documents)])[0], result)
+    logits = logits[:, : len(documents)]
+    return Relevance(logits[0], class_scores(logits)[0], result)
 
 
 async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool) -> Relevance:
@@ -124,13 +125,8 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
             await asyncio.to_thread(_require_short_query, engine, question.query, error)
         raise
     # In a thread, as in label_logits: the model may be a decoder whose labels are scored.
-    scores = await asyncio.to_thread(
-        engine.pair_scores.scores,
-        result.outputs,
-        result.log_probabilities,
-        "identity" if raw else "sigmoid",
-    )
-    return Relevance(scores, result)
+    logits = await asyncio.to_thread(engine.pair_scores.logits, result.outputs, result.log_probabilities)
+    return Relevance(logits, logits if raw else class_scores(logits, multi_label=True), result)
 
 
 def _require_short_query(engine: PrefillEngine, query: str, error: InputTooLong) -> None:
@@ -167,7 +163,8 @@ async def _by_embedding(call: Call, serving: Serving, question: Question) -> Rel
         ends = len(query), len(query) + len(documents)
         result = joined([query, documents], [range(ends[0]), range(*ends)])
     embeddings = normalize(result.outputs)
-    return Relevance(cosine_matrix(embeddings[1:], embeddings[:1])[:, 0], result)
+    cosines = cosine_matrix(embeddings[1:], embeddings[:1])[:, 0]
+    return Relevance(cosines, cosines, result)
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:

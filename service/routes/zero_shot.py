@@ -26,6 +26,7 @@ class Scores(NamedTuple):
     """The scores of labels for some inputs."""
 
     labels: list[str]
+    logits: np.ndarray  # float32 [inputs, labels], in the order of the scores
     scores: np.ndarray  # float32 [inputs, labels]
     result: PrefillResult
 
@@ -78,8 +79,10 @@ async def by_entailment(
             salt=call.salt(body.cache_salt),
         )
     logits = serving.engine.decisions.class_logits(result.outputs)
-    scores = zero_shot.scores(logits, bool(body.multi_label))
-    return Scores(list(zero_shot.labels), scores, result)
+    of_labels, scores = (
+        function(logits, bool(body.multi_label)) for function in (zero_shot.label_logits, zero_shot.scores)
+    )
+    return Scores(list(zero_shot.labels), of_labels, scores, result)
 
 
 @contextmanager

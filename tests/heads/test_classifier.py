@@ -11,7 +11,7 @@ from sklearn.preprocessing import normalize
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
 from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.errors import BuildFailed, DatabaseRefused
+from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 
 DIMENSIONS = 12
 # Weights are stored in float32; embeddings have unit length.
@@ -79,6 +79,18 @@ def test_texts_of_a_single_label_are_refused():
     with pytest.raises(BuildFailed, match="two labels") as failed:
         fit_classifier(embeddings, ["only"] * len(embeddings), fingerprint="", model="m")
     assert failed.value.field == "data"
+
+
+@pytest.mark.parametrize("second", [1, np.int64(1), True, "", "x\0", "\ud83d"])
+def test_labels_that_could_not_be_loaded_are_refused(second):
+    embeddings, _ = clouds(2)
+    half = len(embeddings) // 2
+    labels = ["x"] * half + [second] * (len(embeddings) - half)
+    with pytest.raises(InvalidInput, match="labels must be strings") as refused:
+        fit_classifier(embeddings, labels, fingerprint="", model="m")
+    assert refused.value.field == "labels"
+    with pytest.raises(InvalidInput, match="2 labels do not fit"):
+        fit_classifier(embeddings, ["x", "y"], fingerprint="", model="m")
 
 
 def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_checkpoint):

@@ -115,6 +115,7 @@ class FakeEngine:
     dimensions = DIMENSIONS
     label_tokens = None
     multi_label = False
+    temperature = 1.0  # of its decisions
     parallel_runs = 1
     key_values = None
     blending = SimpleNamespace(gate=None, refusal="the engine is fake")

@@ -3,6 +3,8 @@ import pytest
 from fake_engine import FakeEngine, embedding_of, serving
 from scipy.special import softmax
 
+from attncache_core import PrefillEngine
+
 pytestmark = pytest.mark.anyio
 
 KNOWN = ("refund", "parcel", "account")
@@ -33,6 +35,25 @@ async def test_temperature_flattens_the_scores():
             body = {"inputs": "refunds", "labels": ["refund", "xyz"], "temperature": temperature}
             best.append((await client.post("/classify", json=body)).json()[0][0]["score"])
     assert best[0] > best[1] > best[2] == pytest.approx(0.5)
+
+
+async def test_labels_of_the_server_are_scored_as_labels_of_the_request(tiny_checkpoint):
+    labels, texts = ["my card", "bank", "help"], ["where is my card", "the bank is closed"]
+    engines = [
+        PrefillEngine.load(checkpoint, dtype="float32")
+        for checkpoint in (tiny_checkpoint, tiny_checkpoint.adapted(labels=labels))
+    ]
+    for temperature in (None, 0.05, 0.1, 2.0):
+        answers = []
+        for engine in engines:
+            async with serving(engine) as client:
+                body = {"inputs": texts, "labels": labels, "temperature": temperature}
+                answers.append((await client.post("/classify", json=body)).json())
+        for requested, own in zip(*answers, strict=True):
+            assert [row["label"] for row in own] == [row["label"] for row in requested]
+            np.testing.assert_allclose(
+                [row["score"] for row in own], [row["score"] for row in requested], atol=1e-5
+            )
 
 
 async def test_labels_are_embedded_once_without_reuse_and_not_counted():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from core_models import random_text, write_model
-from fake_engine import serving
+from fake_engine import FakeEngine, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -64,6 +64,22 @@ async def test_a_choice_of_labels_leaves_their_scores_and_temperature_flattens_t
         assert chosen == {label: every[label] for label in ("help", "card")}
         flat = await ask(temperature=1e6)
     assert flat == pytest.approx(dict.fromkeys(TOPICS, 0.5), abs=1e-4)
+
+
+@pytest.mark.anyio
+async def test_larger_logit_comes_first_also_where_both_scores_are_1():
+    engine = FakeEngine(labels=TOPICS)
+    engine.multi_label, engine.class_logits = True, lambda _: np.array([[18.0, 21.0, 20.0]], np.float32)
+    best = ["card", "help", "transfer"]
+    async with serving(engine) as client:
+        for path, body in (
+            ("/classify", {"inputs": ["a"]}),
+            ("/predict", {"inputs": [["a"]]}),
+            ("/predict", {"inputs": [["a"]], "raw_scores": True}),
+            ("/predict", {"inputs": ["a"], "parameters": {"top_k": 2}}),
+        ):
+            (rows,) = (await client.post(path, json=body)).json()
+            assert [row["label"] for row in rows] == best[: len(rows)]
 
 
 def test_model_that_predicts_a_number_is_refused(tmp_path):

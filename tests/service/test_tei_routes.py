@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from attncache_core import InvalidInput, PrefillEngine, Template, class_scores, normalize
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.pair_scores import PairScores
 
 pytestmark = pytest.mark.anyio
 
@@ -193,6 +194,18 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
     assert counted["computed"] < 0.7 * counted["asked"]
     assert (too_long.status_code, too_long.json()["error_type"]) == (400, "Validation")
     assert too_long.json()["error"].startswith("query: there is no room left")
+
+
+async def test_better_document_comes_first_also_where_both_scores_are_1(tmp_path, monkeypatch):
+    checkpoint = read_checkpoint(write_ms_marco_minilm(tmp_path))
+    logits = PairScores.logits
+    monkeypatch.setattr(PairScores, "logits", lambda *arguments: logits(*arguments) + 40)
+    body = {"query": "a card", "texts": [f"{word} card" for word in ("help", "no", "this", "the", "my")]}
+    async with serving(PrefillEngine.load(checkpoint, dtype="float32")) as client:
+        found = (await client.post("/rerank", json=body)).json()
+        raw = (await client.post("/rerank", json=body | {"raw_scores": True})).json()
+    assert {entry["score"] for entry in found} == {1.0}
+    assert [entry["index"] for entry in found] == [entry["index"] for entry in raw] != [0, 1, 2, 3, 4]
 
 
 async def test_tokens_of_a_text_and_back(tmp_path):

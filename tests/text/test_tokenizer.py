@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence_transformer, write_tokenizer
@@ -200,8 +201,26 @@ def test_frame_without_room_for_a_text_is_refused(tmp_path):
 
 def test_half_of_a_surrogate_pair_is_refused_as_invalid_input(both):
     ours, _ = both
-    with pytest.raises(InvalidInput, match="halves of surrogate pairs"):
-        ours.tokenize(["my card", "\ud800"], truncate=True)
+    for text in ("\ud800", "\ud800" + "a" * 100_000, ("my", "\ud800" + "a" * 100_000)):
+        with pytest.raises(InvalidInput, match="halves of surrogate pairs"):
+            ours.tokenize(["my card", text], truncate=True)
+
+
+@pytest.mark.parametrize("text", [None, 5, float("nan"), b"my", ("my", 5), ("my",), ["my", "card"]])
+def test_what_is_no_text_is_refused_with_its_index(both, text):
+    ours, _ = both
+    with pytest.raises(InvalidInput, match=r"inputs\[1\] must be a string") as refused:
+        ours.tokenize(["my card", text], truncate=True)
+    assert refused.value.field == "inputs[1]"
+
+
+def test_texts_of_any_iterable_are_tokenised(tiny_checkpoint):
+    texts = ["my card", "help"]
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+    for listed in (iter(texts), np.array(texts), dict.fromkeys(texts)):
+        assert engine.tokenizer.tokenize(listed, truncate=True) == engine.tokenize(texts)
+    for listed in (iter(texts), np.array(texts)):
+        np.testing.assert_array_equal(engine.embed(listed), engine.embed(texts))
 
 
 def test_tokenizer_that_has_no_token_for_the_word_text_has_frames_and_pairs(tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from attncache_core import InvalidInput
 from service.batching.sources import Texts
-from service.routes.common import Classified, answer, check_count, classified, json_list
+from service.routes.common import Classified, answer, best_first, check_count, classified, json_list
 from service.routes.tei.schemas import PredictRequest
 from service.web.call import Answer, CurrentCall
 
@@ -29,7 +27,11 @@ async def predict(call: CurrentCall) -> Answer:
     source = Texts(body.inputs.texts, call.truncates(body.truncate), body.truncation_direction or "right")
     found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
-    rows = (_best_first(found.labels, row, maximum) for row in _scores(found, body))
+    scored = zip(found.logits, _scores(found, body).tolist(), strict=True)
+    rows = (
+        [{"score": scores[column], "label": found.labels[column]} for column in best_first(logits)[:maximum]]
+        for logits, scores in scored
+    )
     is_list = body.inputs.is_list or body.parameters is not None
     return answer(await json_list(rows) if is_list else next(rows), found.result, call)
 
@@ -40,9 +42,3 @@ def _scores(found: Classified, body: PredictRequest) -> np.ndarray:
     if body.raw_scores or function == "none":
         return found.logits
     return found.scores(None if function is None else function == "sigmoid")
-
-
-def _best_first(labels: tuple[str, ...], scores: np.ndarray, maximum: int | None) -> list[dict[str, Any]]:
-    order = np.argsort(-scores, kind="stable")[:maximum].tolist()
-    values = scores.tolist()
-    return [{"score": values[column], "label": labels[column]} for column in order]
