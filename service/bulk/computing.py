@@ -23,12 +23,12 @@ from attncache_core import (
     NotFinite,
     PrefillEngine,
     PrefillResult,
-    class_scores,
 )
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.bulk.chunks import Chunk
+from service.bulk.formats import Classes
 from service.errors import rename
 
 
@@ -40,7 +40,7 @@ class Task:
     width: int  # numbers per text
     numbers: Callable[[PrefillResult], np.ndarray]  # the result of texts -> float32 [texts, width]
     label_tokens: LabelTokens | None = None  # if labels are scored by their tokens
-    labels: Sequence[str] = ()  # of the columns, if they are scores
+    classes: Classes | None = None  # of the columns, if the numbers are logits
 
 
 def embedding(engine: PrefillEngine, prompt_name: str | None, dimensions: int | None) -> Task:
@@ -67,20 +67,16 @@ def classes(engine: PrefillEngine) -> Task:
         tokens = engine.decisions.labels_in()
 
         def of_tokens(result: PrefillResult) -> np.ndarray:
-            return class_scores(
-                engine.decisions.label_logits(tokens, result.outputs, result.log_probabilities)
-            )
+            return engine.decisions.label_logits(tokens, result.outputs, result.log_probabilities)
 
-        return Task(tokens.prompt, len(tokens.labels), of_tokens, tokens, tokens.labels)
+        return Task(tokens.prompt, len(tokens.labels), of_tokens, tokens, Classes(tokens.labels))
     if engine.decisions.labels is None:
         raise NoClassifier("the model has no classes; give --labels or --classifier", field="labels")
     return Task(
         engine.tokenizer.default_prompt,
         len(engine.decisions.labels),
-        lambda result: class_scores(
-            engine.decisions.class_logits(result.outputs), 1.0, engine.decisions.multi_label
-        ),
-        labels=engine.decisions.labels,
+        lambda result: engine.decisions.class_logits(result.outputs),
+        classes=Classes(engine.decisions.labels, engine.decisions.multi_label),
     )
 
 

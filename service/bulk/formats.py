@@ -11,12 +11,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import orjson
 
-from attncache_core import InvalidInput
+from attncache_core import InvalidInput, class_scores
 from attncache_core.runtime.files import move_to_new
 
 EMBEDDING_FORMATS = ("npy", "parquet")
@@ -25,6 +25,17 @@ CLASS_FORMATS = ("jsonl", "tsv", "parquet")
 PYARROW_ERRORS = (OSError, ValueError, NotImplementedError)
 _NUMBERS_AT_ONCE = 2**22
 _NAME = b"attncache.name"
+
+
+class Classes(NamedTuple):
+    """Labels whose logits are the numbers. Logits, because the scores of large ones may all be 1."""
+
+    labels: Sequence[str]
+    multi_label: bool = False  # whether each label is decided by itself
+
+    def scored(self, logits: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Return the column of the best label of each row, and the scores, from logits [rows, labels]."""
+        return logits.argmax(axis=1).tolist(), class_scores(logits, multi_label=self.multi_label)
 
 
 def check_output(output: Path, formats: Sequence[str]) -> None:
@@ -40,20 +51,24 @@ def check_output(output: Path, formats: Sequence[str]) -> None:
         pyarrow_parquet()
 
 
-def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Sequence[str]) -> None:
+def write_output(output: Path, spooled: Path, numbers: np.ndarray, classes: Classes | None) -> None:
     """Make the output of a spool that is complete. The output appears at once.
 
-    numbers: what `spooled` holds, float32 [rows, width]. labels: of the columns; none for embeddings.
+    numbers: what `spooled` holds, float32 [rows, width]. classes: of the columns; None for embeddings.
     Raises FileExistsError if the output exists, and OSError.
     """
     if output.suffix.lower() == ".npy":
         move_to_new(spooled, output)
         return
-    write = _WRITERS[output.suffix.lower(), bool(labels)]
+    suffix = output.suffix.lower()
     unfinished = output.with_name(f".{output.name}.{secrets.token_hex(8)}.unfinished")
     try:
         with unfinished.open("xb") as file:
-            write(file, numbers, labels)
+            if suffix == ".parquet":
+                _parquet(file, numbers, classes)
+            else:
+                assert classes is not None
+                (_jsonl if suffix == ".jsonl" else _tsv)(file, numbers, classes)
             file.flush()
             os.fsync(file.fileno())
         move_to_new(unfinished, output)
@@ -62,13 +77,13 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
         raise
 
 
-def as_parquet(numbers: np.ndarray, labels: Sequence[str], name: str) -> bytes:
+def as_parquet(numbers: np.ndarray, classes: Classes | None, name: str) -> bytes:
     """Return a Parquet file of numbers, float32 [rows, width], which holds its own name.
 
-    labels: of the columns, if they have any.
+    classes: of the columns; None for embeddings.
     """
     file = io.BytesIO()
-    _parquet(file, numbers, labels, name)
+    _parquet(file, numbers, classes, name)
     return file.getvalue()
 
 
@@ -97,8 +112,9 @@ def pyarrow_parquet() -> Any:
     return parquet
 
 
-def check_labels(output: Path, labels: Sequence[str]) -> None:
+def check_labels(output: Path, classes: Classes | None) -> None:
     """Raise InvalidInput if labels cannot be the names of columns."""
+    labels = classes.labels if classes else ()
     if len(set(labels)) < len(labels):
         raise InvalidInput("two labels of the model have the same name", field="labels")
     is_table = output.suffix.lower() == ".tsv"
@@ -121,20 +137,20 @@ def _parts(numbers: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(numbers[first : first + rows])
 
 
-def _jsonl(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
+def _jsonl(file: IO[bytes], numbers: np.ndarray, classes: Classes) -> None:
     option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     for part in _parts(numbers):
-        for best, scores in zip(part.argmax(axis=1).tolist(), part, strict=True):
-            scored = dict(zip(labels, scores, strict=True))
-            row = {"label": labels[best], "score": scores[best], "scores": scored}
+        for best, scores in zip(*classes.scored(part), strict=True):
+            scored = dict(zip(classes.labels, scores, strict=True))
+            row = {"label": classes.labels[best], "score": scores[best], "scores": scored}
             file.write(orjson.dumps(row, option=option))
 
 
-def _tsv(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
-    file.write("\t".join(("label", "score", *labels)).encode() + b"\n")
+def _tsv(file: IO[bytes], numbers: np.ndarray, classes: Classes) -> None:
+    file.write("\t".join(("label", "score", *classes.labels)).encode() + b"\n")
     for part in _parts(numbers):
-        for best, scores in zip(part.argmax(axis=1).tolist(), part, strict=True):
-            row = (labels[best], str(scores[best]), *map(str, scores))
+        for best, scores in zip(*classes.scored(part), strict=True):
+            row = (classes.labels[best], str(scores[best]), *map(str, scores))
             file.write("\t".join(row).encode() + b"\n")
 
 
@@ -153,40 +169,31 @@ def _of_embeddings(width: int) -> tuple[Any, _Columns]:
     return pyarrow.schema([("embedding", kind)]), columns
 
 
-def _of_classes(labels: Sequence[str]) -> tuple[Any, _Columns]:
+def _of_classes(classes: Classes) -> tuple[Any, _Columns]:
     """Return the schema of classes, and what makes its columns."""
     import pyarrow
 
     score = pyarrow.float32()
-    scores = pyarrow.struct([(label, score) for label in labels])
+    scores = pyarrow.struct([(label, score) for label in classes.labels])
     schema = pyarrow.schema([("label", pyarrow.string()), ("score", score), ("scores", scores)])
 
     def columns(part: np.ndarray) -> list[Any]:
-        best = [labels[column] for column in part.argmax(axis=1).tolist()]
-        of_labels = [np.ascontiguousarray(column) for column in part.T]
+        best, found = classes.scored(part)
+        of_labels = [np.ascontiguousarray(column) for column in found.T]
         scored = pyarrow.StructArray.from_arrays(of_labels, fields=list(scores))
-        return [pyarrow.array(best), pyarrow.array(part.max(axis=1)), scored]
+        names = pyarrow.array([classes.labels[column] for column in best])
+        return [names, pyarrow.array(found.max(axis=1)), scored]
 
     return schema, columns
 
 
-def _parquet(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str], name: str | None = None) -> None:
+def _parquet(file: IO[bytes], numbers: np.ndarray, classes: Classes | None, name: str | None = None) -> None:
     """Write one row group per part."""
     import pyarrow
 
-    schema, columns = _of_classes(labels) if labels else _of_embeddings(numbers.shape[1])
+    schema, columns = _of_classes(classes) if classes else _of_embeddings(numbers.shape[1])
     with pyarrow_parquet().ParquetWriter(file, schema) as writer:
         if name is not None:
             writer.add_key_value_metadata({_NAME: name.encode()})
         for part in _parts(numbers):
             writer.write_batch(pyarrow.record_batch(columns(part), schema=schema), row_group_size=len(part))
-
-
-_Writer = Callable[[IO[bytes], np.ndarray, Sequence[str]], None]
-# (ending, whether the numbers are scores of labels) -> writer
-_WRITERS: dict[tuple[str, bool], _Writer] = {
-    (".parquet", False): _parquet,
-    (".parquet", True): _parquet,
-    (".jsonl", True): _jsonl,
-    (".tsv", True): _tsv,
-}

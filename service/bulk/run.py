@@ -55,12 +55,13 @@ def run(
     Raises InvalidInput for a bad row, an unfinished output of other options or another input, NotFinite,
     OSError and Stopped. All of them leave what was saved, and their messages say how to continue.
     """
-    check_labels(files.output, task.labels)
+    check_labels(files.output, task.classes)
     begun = {
         "model fingerprint": engine.fingerprint[:12],
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
         "--batch-tokens": batch_tokens,
+        **({"numbers": "logits"} if task.classes else {}),  # scores, in earlier versions
         **begun_with,
     }
     with (
@@ -80,7 +81,7 @@ def run(
                     spool.append(numbers, chunk.done)
                     report(spool.done.rows, chunk.share)
             if spool.done.rows:
-                write_output(files.output, partial(files.output), spool.finish(), task.labels)
+                write_output(files.output, partial(files.output), spool.finish(), task.classes)
         except KeyboardInterrupt as stop:
             raise Stopped(f"stopped; {spool.how_to_continue()}") from stop
         except AttnCacheError as error:

@@ -90,7 +90,7 @@ class ShardWorker:
         """threads: None: as many as the processor quota allows. Raises what loading the engine raises."""
         self._work = work
         self._engine, self._task = work.load(threads)
-        check_labels(Path("shard.parquet"), self._task.labels)
+        check_labels(Path("shard.parquet"), self._task.classes)
         self._output = ObjectFolder(work.output, "output", writes=True)
 
     def options(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ShardWorker:
             "model fingerprint": self._engine.fingerprint,
             "dtype": str(self._engine.dtype).removeprefix("torch."),
             "device": str(self._engine.model.device),
-            "labels": list(self._task.labels),
+            "labels": list(self._task.classes.labels) if self._task.classes else [],
             "dimensions": self._task.width,
         }
 
@@ -126,7 +126,7 @@ class ShardWorker:
                 for _, computed in computing.computed(ChunkReader(part).chunks()):
                     numbers[done : done + len(computed)] = computed
                     done += len(computed)
-        self._output.put(output, as_parquet(numbers, self._task.labels, output))
+        self._output.put(output, as_parquet(numbers, self._task.classes, output))
 
 
 def check_input(given: str) -> None:

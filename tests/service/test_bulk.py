@@ -23,6 +23,7 @@ from attncache_core.errors import InvalidInput
 from service.bulk import chunks, formats, spool
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, embedding
+from service.bulk.formats import Classes, write_output
 from service.bulk.rows import open_rows
 
 ROWS_PER_CHUNK = 8
@@ -207,6 +208,21 @@ def test_labels_are_compared_by_embedding(tiny_checkpoint, tmp_path, source, tex
     scores = class_scores(engine.decisions.class_logits(engine.embed(texts)))
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "tsv", "parquet"])
+def test_label_is_that_of_the_larger_logit_also_where_both_scores_are_1(tmp_path, ending):
+    output, spooled = tmp_path / f"labels.{ending}", tmp_path / "spooled"
+    logits = np.array([[18.0, 21.0], [21.0, 18.0], [-1.0, 0.0]], np.float32)
+    write_output(output, spooled, logits, Classes(["a", "b"], multi_label=True))
+    if ending == "parquet":
+        rows = formats.pyarrow_parquet().read_table(output).to_pylist()
+    elif ending == "jsonl":
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+    else:
+        rows = list(csv.DictReader(output.open(), delimiter="\t"))
+    assert [row["label"] for row in rows] == ["b", "a", "b"]
+    assert [float(row["score"]) for row in rows] == [1.0, 1.0, 0.5]
 
 
 def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, expected):
