@@ -189,15 +189,15 @@ async def test_server_that_stood_still_takes_its_own_delay_for_none_of_the_store
 
 
 async def test_burst_of_questions_is_no_failure_of_the_store(valkey, monkeypatch):
-    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.25)
+    monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.5)
     stores = store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
     histories = stores.store("sessions")
 
     async def keep(number):
         assert await histories.get(f"{number}") is None
-        return await histories.compare_and_set(f"{number}", None, bytes(2000))
+        return await histories.compare_and_set(f"{number}", None, bytes(100))
 
-    assert all(await asyncio.gather(*map(keep, range(2000))))
+    assert all(await asyncio.gather(*map(keep, range(3000))))
     assert not stores.is_away()
     await stores.close()
 
