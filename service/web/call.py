@@ -1,8 +1,6 @@
 """One HTTP request while it is answered: its headers and body, who sent it, and how long it may take.
 
-    bytes -> JSON, UTF-8 -> schema
-
-FastAPI's own validation is not used: it reads a body of any size, and its errors quote what the client sent.
+FastAPI does not read the body, because it would read a body of any size.
 """
 
 from __future__ import annotations
@@ -13,11 +11,9 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from fastapi import Depends
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -33,7 +29,7 @@ from service.errors import (
     QuotaExceeded,
 )
 from service.observability.finished import Timing
-from service.schemas import REFUSED
+from service.schemas import Schema, checked
 from service.state import ServiceState, Serving
 
 # The status that the metrics show for a request that was not answered.
@@ -51,32 +47,7 @@ _PINNED = re.compile("[0-9a-f]{8,64}")
 # are answered earlier.
 _WATCH_AFTER_SECONDS = 0.05
 
-# pydantic's error type -> what is required of the field.
-_SENTENCES = {
-    "missing": "is required",
-    "string_type": "must be a string",
-    "list_type": "must be a list of strings",
-    "too_short": "must not be empty",
-    "string_too_long": "must have at most 256 characters",
-    "bool_type": "must be true or false",
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "model_type": "must be an object",
-    "greater_than": "must be greater than 0",
-    "finite_number": "must be a finite number",
-}
-
 _PART_BYTES = 256 * 1024  # of an answer
-# Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.
-_NAMEABLE_ERRORS = 100
-
-# What the parser says of JSON that is valid by its grammar, and what is wrong with it.
-_LIMITS_OF_JSON = {
-    "hex escape": "an escaped surrogate stands alone",
-    "recursion limit": "values are nested too deeply",
-}
-
-Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -352,15 +323,6 @@ async def call_of(request: Request) -> Call:
 CurrentCall = Annotated[Call, Depends(call_of)]
 
 
-def checked(content: bytes, schema: type[Schema]) -> Schema:
-    """Return a request's body as checked by a schema. Raises MalformedBody and InvalidInput."""
-    try:
-        return schema.model_validate_json(content)
-    except ValidationError as error:
-        # Not chained, because pydantic's message quotes the input.
-        raise _translated(error, schema, content) from None
-
-
 def number(text: str) -> float:
     """Return the number that a header or a query parameter holds; nan if it holds none.
 
@@ -379,65 +341,3 @@ def _require_small(size: int, maximum: int) -> None:
             f"the body must have at most {maximum} bytes; send fewer or shorter texts per request, or start "
             "the server with a larger --max-body-bytes"
         )
-
-
-def _where(error: ErrorDetails) -> str:
-    """Return what a JSON parser says of the place where the JSON ends to be valid, without any input."""
-    message = error.get("ctx", {}).get("error", "")
-    place = re.search(r"line (\d+) column (\d+)$", message)
-    if place is None:
-        return ""
-    reason = next((known for known in _LIMITS_OF_JSON if known in message), None)
-    why = f": {_LIMITS_OF_JSON[reason]}" if reason else ""
-    return f"; it is not valid at line {place[1]}, column {place[2]}{why}"
-
-
-def _translated(error: ValidationError, schema: type[BaseModel], content: bytes) -> InvalidInput:
-    an_object = f"a JSON object with the fields {', '.join(schema.model_fields)}"
-    not_an_object = InvalidInput(f"the body must be {an_object}")
-    if error.error_count() > _NAMEABLE_ERRORS:
-        return not_an_object
-    first = error.errors(include_url=False, include_input=False)[0]
-    kind, location = first["type"], first["loc"]
-    if kind == "json_invalid":
-        if not content.strip():
-            return MalformedBody(f"the body is empty; send {an_object}")
-        return MalformedBody(f"the body must be JSON in UTF-8{_where(first)}")
-    if not location:
-        return not_an_object
-    field, inner = _field_name(location, schema)
-    if kind == "extra_forbidden":
-        # The client chose the field's name, so the message does not repeat the name.
-        whole = "the body" if inner is schema else field
-        known = ", ".join(inner.model_fields)
-        return InvalidInput(
-            f"{whole} has an unknown field; the known fields are {known}",
-            field=None if inner is schema else field,
-        )
-    if kind == "literal_error":
-        sentence = f"must be {first['ctx']['expected']}"
-    else:
-        sentence = first["msg"] if kind == REFUSED else _SENTENCES.get(kind, "is not accepted here")
-    return InvalidInput(f"{field} {sentence}", field=field)
-
-
-def _field_name(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, type[BaseModel]]:
-    """Return ("inputs", "sentences", 3) as inputs.sentences[3], and the innermost schema on this way.
-
-    Names that pydantic adds for a branch of a union, and names of unknown fields, are left out.
-    """
-    name, inner = "", schema
-    for part in location:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part in inner.model_fields:
-            name += f".{part}" if name else part
-            inner = _model_of(inner.model_fields[part].annotation) or inner
-    return name, inner
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the schema of an object that a field holds; None if the field holds no object."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_model_of, get_args(annotation))), None)

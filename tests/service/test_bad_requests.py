@@ -12,8 +12,7 @@ from service.app import INFERENCE_ROUTES
 from service.routes.openai.schemas import EmbeddingsRequest
 from service.routes.tei.rerank import RerankRequest
 from service.routes.tei.root import ZeroShotRequest
-from service.schemas import ClassifyRequest, EmbedRequest
-from service.web.call import _SENTENCES, checked
+from service.schemas import _SENTENCES, ClassifyRequest, EmbedRequest, checked
 
 pytestmark = pytest.mark.anyio
 
