@@ -47,7 +47,7 @@ TESTS = [
 def copy_package() -> None:
     """Copy all that the tests import, without compiled libraries."""
     shutil.rmtree(COPY, ignore_errors=True)
-    for name in ("attncache_core", "service", "tests"):
+    for name in ("attncache_core", "service", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, COPY / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, COPY)
