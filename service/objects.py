@@ -32,6 +32,7 @@ _REQUEST_SECONDS = 60
 _RETRIES = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 # In the text of a foreign error -> what is shown of it.
 _REASONS = (
+    (r"onfiguration key: '(\w+)' is not valid", r"its query has \1, which the store does not know"),
     (r"Connection refused|ConnectionRefused", "the connection is refused"),
     (r"dns error|lookup address", "the name of the host is not known"),
     (r"timed out|TimedOut|Timeout", "the store does not answer in time"),

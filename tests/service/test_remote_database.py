@@ -297,6 +297,9 @@ def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch,
         ObjectFolder("file://relative/x", "url", writes=True)
     with pytest.raises(InvalidInput, match="https://a/b can only be read"):
         ObjectFolder("https://a/b", "url", writes=True)
+    with pytest.raises(InvalidInput, match="s3://a/b cannot be opened: its query has bogus") as refused:
+        ObjectFolder("s3://a/b?bogus=hidden", "database")
+    assert "hidden" not in str(refused.value)
     assert Settings(database=tmp_path).database == Settings(database=str(tmp_path)).database == tmp_path
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(InvalidInput, match=r"attncache\[cluster\]"):
