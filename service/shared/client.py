@@ -1,8 +1,9 @@
 """Ask the shared store, within a bound of time. The one module that imports valkey.
 
     question -> Circuit: closed -> answer
-                                -> no answer in time: the circuit is open for some seconds
-                        open    -> refused at once; after that time, one question tries again
+                                -> no answer in time: the circuit is open for a moment
+                        open    -> refused at once; after that time, one question tries again, and each
+                                   failure doubles the time, up to some seconds
 
 Messages hold neither the password nor what was sent.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import ssl
 import threading
@@ -28,7 +30,8 @@ from service.settings.cluster import SharedAddress
 
 logger = logging.getLogger(__name__)
 
-OPEN_SECONDS = 5.0
+# After the first failure, which may be a hiccup of the store, and at most.
+_FIRST_OPEN_SECONDS, OPEN_SECONDS = 0.25, 5.0
 _TOLD_AGAIN_SECONDS = 3600.0
 # Within the patience of a question. A process that stood still has not looked: its own delay does not count.
 _LOOKS = 10
@@ -67,6 +70,8 @@ class Circuit:
         """without: what happens meanwhile, for the log."""
         self._address, self._without, self._clock = address, without, clock
         self._opens_until = 0.0
+        self.open_seconds = 0.0  # for which nobody asks after the last failure
+        self._is_trying = False  # one question, while the others are refused
         self.is_away = False  # from the first failure until the next answer
         self._told: dict[str, float] = {}  # when each reason for a refusal may be logged again
 
@@ -76,7 +81,7 @@ class Circuit:
         if now < self._opens_until:
             return False
         if self.is_away:
-            self._opens_until = now + OPEN_SECONDS
+            self._opens_until, self._is_trying = now + OPEN_SECONDS, True
         return True
 
     def note(self, error: Exception) -> None:
@@ -97,16 +102,19 @@ class Circuit:
 
     def failed(self, reason: str) -> None:
         """Note that there was no answer: nobody asks for a while. Logged once until there is one."""
-        self._opens_until = self._clock() + OPEN_SECONDS
+        if self.is_away and not self._is_trying:
+            return  # it was asked before the failure that is known
+        self.open_seconds = min(2 * self.open_seconds or _FIRST_OPEN_SECONDS, OPEN_SECONDS)
+        self._opens_until, self._is_trying = self._clock() + self.open_seconds, False
         if not self.is_away:
             self.is_away = True
             logger.error("the shared store %s cannot be used: %s; %s", self._address, reason, self._without)
 
     def answered(self) -> None:
         """Note that there was an answer."""
-        self._opens_until = 0.0
+        self._opens_until = self.open_seconds = 0.0
         if self.is_away:
-            self.is_away = False
+            self.is_away = self._is_trying = False
             logger.info("the shared store %s can be used again", self._address)
 
 
@@ -125,12 +133,12 @@ class Client:
         """Return the answer to a question to the server. Raises SharedUnavailable."""
         async with self._turns:
             if not self._circuit.may_ask():
-                raise _unavailable("it did not answer before")
+                raise self._unavailable("it did not answer before")
             try:
                 answer = await self._answer(question)
             except _FAILURES_ON_LOOP as error:
                 self._circuit.note(error)
-                raise _unavailable(_reason(error)) from None
+                raise self._unavailable(_reason(error)) from None
             self._circuit.answered()
             return answer
 
@@ -144,6 +152,13 @@ class Client:
             raise TimeoutError
         finally:
             asked.cancel()
+
+    def _unavailable(self, reason: str) -> SharedUnavailable:
+        return SharedUnavailable(
+            f"the store that the servers share cannot be used: {reason}; send the request again with its "
+            "X-Request-Id",
+            retry_after_seconds=max(1, math.ceil(self._circuit.open_seconds)),
+        )
 
     async def close(self) -> None:
         """End all connections."""
@@ -366,11 +381,3 @@ def _reason(error: Exception) -> str:
         return "it has no database of this number"
     known = (words for kind, words in _REASONS if isinstance(error, kind))
     return next(known, f"it answers with an error ({type(error).__name__})")
-
-
-def _unavailable(reason: str) -> SharedUnavailable:
-    return SharedUnavailable(
-        f"the store that the servers share cannot be used: {reason}; send the request again with its "
-        "X-Request-Id",
-        retry_after_seconds=round(OPEN_SECONDS),
-    )

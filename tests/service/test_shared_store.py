@@ -19,6 +19,7 @@ from service.conversations.conversation import History
 from service.conversations.sessions import Sessions
 from service.errors import QuotaExceeded, StoreUnavailable
 from service.settings.cluster import SharedAddress
+from service.shared.client import Circuit
 from service.shared.store import SharedStores
 from service.store import LocalStore, SqliteStore
 from service.upkeep.group import Worker
@@ -412,3 +413,24 @@ async def test_locked_file_holds_up_no_request_for_long(worker):
 async def test_folder_that_cannot_be_written_is_a_sentence():
     with pytest.raises(StoreUnavailable, match="unable to open database file"):
         SqliteStore(Path("/nonexistent/s.sqlite"))
+
+
+def test_store_is_asked_again_soon_after_one_failure_and_ever_later_after_many(caplog):
+    clock = Clock()
+    circuit = Circuit(SharedAddress.parse("valkey://store:6379"), "without it", clock)
+    for seconds in (0.25, 0.5, 1, 2, 4, 5, 5):
+        assert circuit.may_ask()
+        for _ in range(3):  # of them, two were asked before the first failure
+            circuit.failed("there is no answer in time")
+        clock.seconds += seconds * 0.9
+        assert not circuit.may_ask()
+        clock.seconds += seconds * 0.2
+    assert circuit.is_away
+    assert len(caplog.records) == 1
+    assert circuit.may_ask()
+    assert not circuit.may_ask()  # while one question tries
+    circuit.answered()
+    assert not circuit.is_away
+    circuit.failed("there is no connection")
+    clock.seconds += 0.3
+    assert circuit.may_ask()
