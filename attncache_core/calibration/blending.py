@@ -173,6 +173,8 @@ def calibrate_blending(
         found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
         on_prompt(len(found), len(sequences))
     loaded = measuring.under_load(list(sequences.values()))
+    counts = [len(sequence.spans) for sequence in sequences.values()]
+    tokens = [end - first for sequence in sequences.values() for first, end in sequence.spans]
     gate = BlendGate(
         engine.fingerprint,
         budget,
@@ -181,6 +183,8 @@ def calibrate_blending(
         tuple(_of_ratio(ratio, found, budget, loaded[ratio]) for ratio in sorted(ratios)),
         _CHECK_LAYER,
         listwise,
+        (min(counts), max(counts)),
+        (min(tokens), max(tokens)),
     )
     measurements.close()
     return gate

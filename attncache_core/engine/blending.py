@@ -33,6 +33,9 @@ class BlendInfo:
     least: float  # mean of the measure that answers must keep
     steps: int  # how often verification has tightened the gate
     separator: str
+    # Of the prompts that are blended: the fewest and the most chunks, and tokens of a chunk; None: any.
+    chunks: tuple[int, int] | None
+    chunk_tokens: tuple[int, int] | None
     listwise: bool  # whether the gate is for listwise reranking, and not for other prompts
 
 
@@ -106,9 +109,10 @@ class Blending:
         """Return how a sequence is blended; None if it is computed exactly.
 
         ids: of the sequence with its plan's continuation. salt: chunks of one salt share keys and values.
-        Fewer than two chunks are a prefix, which is exact.
+        Fewer than two chunks are a prefix, which is exact. The gate covers chunks as they were measured.
         """
-        again = self.gate.recomputation if self.gate else None
+        gate = self.gate
+        again = gate.recomputation if gate and gate.covers(sequence.spans) else None
         if again is None or len(sequence.spans) < 2:
             return None
         return self.blend_with(sequence, ids, salt, again)
@@ -133,5 +137,7 @@ class Blending:
             gate.budget.least,
             gate.steps,
             gate.separator,
+            gate.chunks,
+            gate.chunk_tokens,
             gate.listwise,
         )

@@ -48,7 +48,9 @@ def explain_blend(
             "give two segments or more; one segment is a prefix, which is exact", field="segments"
         )
     blending, plan = engine.blending, prompt.sequence_plans[0]
-    served = blending.gate.recomputation if blending.gate and engine.may_blend(prompt) else None
+    gate = blending.gate
+    is_covered = gate is not None and engine.may_blend(prompt) and gate.covers(sequence.spans)
+    served = gate.recomputation if gate and is_covered else None
     again = served or Recomputation(USUAL_RATIO)
     ids = [*sequence.ids, *plan.continuation]
 

@@ -83,7 +83,11 @@ def _is_gate(path: Path) -> bool:
 
 def _show(gate: BlendGate, output: Path) -> None:
     budget, measure = gate.budget, gate.budget.measure.value
-    title = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
+    title = f"{gate.prompts} prompts"
+    if gate.chunks and gate.chunk_tokens:
+        (fewest, most), (shortest, longest) = gate.chunks, gate.chunk_tokens
+        title += f" of {fewest} to {most} chunks of {shortest} to {longest} tokens"
+    title += f", budget: mean {measure} {budget.least}"
     columns = [
         "ratio",
         f"mean {measure}",

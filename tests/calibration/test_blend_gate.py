@@ -23,6 +23,7 @@ from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, tighten, write_gate
 from attncache_core.reuse.maps.policy import Budget
+from attncache_core.text.segments import Segmented
 
 NO_BUDGET = Budget(Measure.COSINE, 0.0)
 
@@ -77,6 +78,31 @@ def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_server
     assert read_gate(path) == other
     path.unlink()
     assert tighten(path, first) == (second, False)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_blended"),
+    [
+        ((2, 2), True),
+        ((4, 3, 2), True),
+        ((2, 2, 2, 2), False),
+        ((1, 2), False),
+        ((5, 2), False),
+        ((3,), False),
+    ],
+)
+def test_only_prompts_of_the_measured_shape_are_blended(engine, tmp_path, lengths, is_blended):
+    measured = replace(gate((0.5, True, 0.6)), fingerprint=engine.fingerprint)
+    ends = [2 + sum(lengths[: index + 1]) for index in range(len(lengths))]
+    spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    sequence = Segmented([5] * (ends[-1] + 3), spans, [5])
+    path = tmp_path / "blend.json"
+    write_gate(path, replace(measured, chunks=(2, 3), chunk_tokens=(2, 4)))
+    engine.open_gate(read_gate(path))
+    assert (engine.blending.blend(sequence, sequence.ids, b"") is not None) == is_blended
+    assert engine.info().blending.chunks == (2, 3)
+    engine.open_gate(measured)  # of an earlier version
+    assert (engine.blending.blend(sequence, sequence.ids, b"") is not None) == (len(lengths) > 1)
 
 
 def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_path):

@@ -38,6 +38,10 @@ def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     assert gate.prompts == 20
     assert [measured.ratio for measured in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
     assert "under load" in shown
+    assert gate.chunks == (3, 3)
+    assert gate.chunk_tokens is not None
+    shape = "20 prompts of 3 to 3 chunks of {} to {} tokens, budget".format(*gate.chunk_tokens)
+    assert shape in " ".join(shown.split())
     assert str(output) in shown
     # Its own file may be replaced, also one of another version.
     output.write_text(json.dumps(json.loads(output.read_text()) | {"format": 0}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import stat
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -62,6 +63,10 @@ class BlendGate:
     measured: tuple[MeasuredRatio, ...]  # by ratio, rising
     check_layer: Annotated[int, Field(ge=1)] = 1
     listwise: bool = False  # measured with prompts of listwise reranking, and for these only
+    # Of the prompts that were measured: the fewest and the most chunks, and the tokens of the shortest and
+    # the longest chunk. None: a gate of an earlier version, which is for prompts of any shape.
+    chunks: tuple[int, int] | None = None
+    chunk_tokens: tuple[int, int] | None = None
     format: int = FORMAT
     steps: Annotated[int, Field(ge=0)] = 0  # how often verification has tightened it
 
@@ -85,6 +90,15 @@ class BlendGate:
     def recomputation(self) -> Recomputation | None:
         """What is computed again; None: everything, exactly."""
         return None if self.ratio is None else Recomputation(self.ratio, self.check_layer)
+
+    def covers(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Return whether prompts of this shape were measured. spans: first token and end of each chunk."""
+        if self.chunks is None or self.chunk_tokens is None:
+            return True
+        (fewest, most), (shortest, longest) = self.chunks, self.chunk_tokens
+        return fewest <= len(spans) <= most and all(
+            shortest <= end - first <= longest for first, end in spans
+        )
 
     def tightened(self) -> BlendGate:
         """Return the gate with the next larger ratio, or closed if there is none."""
