@@ -17,8 +17,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -39,7 +40,7 @@ def begun_otherwise(name: str, then: Any, now: Any) -> str:
 class Spool:
     """The open file of a run. `open_spool` makes one."""
 
-    def __init__(self, output: Path, file: IO[bytes], width: int, begun_with: Mapping[str, Any]) -> None:
+    def __init__(self, output: Path, file: FileIO, width: int, begun_with: Mapping[str, Any]) -> None:
         """begun_with: what must not change in a run that is continued."""
         self._output, self._file, self._width, self._begun_with = output, file, width, dict(begun_with)
         self.done = NOTHING
@@ -88,7 +89,7 @@ class Spool:
             self._was_removed = True
             raise OSError(errno.ENOENT, "was removed while it was written", str(partial(self._output)))
         self._file.seek(self._end)
-        self._file.write(np.ascontiguousarray(numbers, dtype=_NUMBER).data)
+        self._write(np.ascontiguousarray(numbers, dtype=_NUMBER).reshape(-1).view(np.uint8).data)
         self._sync()
         self.done = done
         self._write_state()
@@ -115,10 +116,13 @@ class Spool:
 
     def _write_header(self) -> None:
         self._file.seek(0)
-        self._file.write(self._header())
+        self._write(memoryview(self._header()))
+
+    def _write(self, content: memoryview) -> None:
+        while content:
+            content = content[self._file.write(content) :]
 
     def _sync(self) -> None:
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def _state(self) -> tuple[Mapping[str, Any], Done] | None:
@@ -157,7 +161,8 @@ def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Itera
     them; OSError if the files cannot be written.
     """
     descriptor = os.open(partial(output), os.O_RDWR | os.O_CREAT, 0o666)
-    with open(descriptor, "r+b") as file:
+    # Not buffered: closing would write again what did not fit, and hide the error that names the file.
+    with FileIO(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A process that ended meanwhile may have renamed the file that was opened.

@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import resource
 import sys
 import threading
 from itertools import count, takewhile
@@ -378,6 +379,17 @@ def test_stopped_run_says_how_to_continue(
     assert left_files(tmp_path) == (["out.npy.partial", "out.npy.progress"] if chunk else [])
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
+
+
+def test_file_that_cannot_be_begun_is_named(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large") as failed, spool.open_spool(tmp_path / "out.npy", 3, {}):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.filename == str(tmp_path / "out.npy.partial")
 
 
 def test_run_that_was_begun_with_larger_chunks_continues_with_the_same_bytes(
