@@ -298,9 +298,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides the attention maps, in hexadecimal.
 
-        Architecture, weights, tokenizer files and variant decide the maps. Compute dtype, pooling and
-        template do not change the maps of given tokens. Every weight file is read once per process, and again
-        if it changes.
+        Architecture, weights, tokenizer files, variant and the mends of AttnCache decide the maps. Compute
+        dtype, pooling and template do not change the maps of given tokens. Every weight file is read once per
+        process, and again if it changes.
         """
         digest = hashlib.sha256()
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
@@ -310,8 +310,9 @@ class Checkpoint:
                 digest.update(_digest_of(path))
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
-        if self.variant:
-            digest.update(json.dumps(self.variant, sort_keys=True).encode())
+        for changed in (self.variant, _mends(self.config)):
+            if changed:
+                digest.update(json.dumps(changed, sort_keys=True).encode())
         return digest.hexdigest()
 
     def embedding_fingerprint(self) -> str:
@@ -342,6 +343,29 @@ class Checkpoint:
 
 # Entries of config.json that may change when a model is saved again and do not change its maps.
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+
+
+def _mends(config: Mapping[str, Any]) -> list[str]:
+    """Return the mends of AttnCache that changed what a model with this config.json computes.
+
+    What was stored before such a mend (maps, keys and values, classifiers, gates) is of another computation,
+    so each mend that changes answers of models that were served adds a line here.
+    """
+    family = config.get("model_type")
+    activations = [config.get(name) for name in ("hidden_act", "hidden_activation", "activation")]
+    mends = {
+        "weights of activations are read": "prelu" in activations or "xielu" in activations,
+        "Mixtral has no layer_types": family == "mixtral" and bool(config.get("layer_types")),
+        "Gemma 3 has no attn_logit_softcapping": (
+            family == "gemma3_text" and config.get("attn_logit_softcapping") is not None
+        ),
+        "Gemma 3 puts is_causal first": family == "gemma3_text" and config.get("is_causal") is False,
+        "rope_interleave of null is false": (
+            family == "deepseek_v3" and config.get("rope_interleave", True) is None
+        ),
+    }
+    return [mend for mend, applies in mends.items() if applies]
+
 
 # Families of two token types, unless config.json names another number.
 _TWO_TYPES = ("bert", "roberta", "xlm-roberta")

@@ -1,5 +1,6 @@
 """Reading a model folder: its description, what is refused, and the fingerprint of what decides its maps."""
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -310,6 +311,35 @@ def test_fingerprint_stays_when_the_same_model_is_saved_again(copied, entries):
     before = read_checkpoint(copied).fingerprint()
     changed(copied / "config.json", **entries)
     assert read_checkpoint(copied).fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "is_other"),
+    [
+        ({"model_type": "mixtral", "layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"model_type": "mixtral", "layer_types": None}, False),
+        ({"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]}, False),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, True),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, False),
+        ({"model_type": "gemma3_text", "is_causal": False}, True),
+        ({"model_type": "deepseek_v3", "rope_interleave": None}, True),
+        ({"model_type": "deepseek_v3", "rope_interleave": True}, False),
+        ({"model_type": "deepseek_v3"}, False),
+        ({"model_type": "bert", "hidden_act": "prelu"}, True),
+        ({"model_type": "modernbert", "hidden_activation": "gelu"}, False),
+    ],
+    ids=str,
+)
+def test_fingerprint_is_another_than_before_a_mend_that_changed_answers(
+    tmp_path, tiny_checkpoint, config, is_other
+):
+    # The digest of before: names and digests of files, and the architecture.
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = hashlib.sha256(b"model.safetensors" + hashlib.sha256(b"weights").digest())
+    before.update(json.dumps(config, sort_keys=True).encode())
+    checkpoint = replace(tiny_checkpoint, folder=tmp_path, config=config)
+    assert (checkpoint.fingerprint() != before.hexdigest()) == is_other
 
 
 def test_fingerprint_ignores_pooling_and_prompt(copied):
