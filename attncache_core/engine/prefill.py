@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -227,7 +227,7 @@ class PrefillEngine:
     @overload
     def tokenize(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         truncate: bool = True,
         prompt: Prompt | None = None,
         max_total_tokens: int | None = None,
@@ -236,7 +236,7 @@ class PrefillEngine:
     @overload
     def tokenize(
         self,
-        texts: Sequence[Text],
+        texts: Iterable[Text],
         truncate: bool = True,
         prompt: Prompt | None = None,
         max_total_tokens: int | None = None,
@@ -244,7 +244,7 @@ class PrefillEngine:
 
     def tokenize(
         self,
-        texts: Sequence[Text],
+        texts: Iterable[Text],
         truncate: bool = True,
         prompt: Prompt | None = None,
         max_total_tokens: int | None = None,
@@ -261,7 +261,7 @@ class PrefillEngine:
 
     def embed(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
         reuse: bool = True,
         prompt_name: str | None = None,
@@ -312,7 +312,7 @@ class PrefillEngine:
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Iterable[str],
         *,
         instruction: str | None = None,
         activation: Activation | None = None,

@@ -133,7 +133,10 @@ def require_fitting(template: Template, texts: Sequence[Text]) -> None:
     refused = str if template.is_for_pairs else tuple
     for index, text in enumerate(texts):
         if not (isinstance(text, str) or _is_pair(text)):
-            raise InvalidInput(f"inputs[{index}] must be a string", field=f"inputs[{index}]")
+            raise InvalidInput(
+                f"inputs[{index}] must be a string, or a pair: a tuple of two strings",
+                field=f"inputs[{index}]",
+            )
         if isinstance(text, refused) and template != Template():
             why = (
                 "must be a pair, because the template holds {query} and {document}"

@@ -150,7 +150,7 @@ class TextTokenizer:
     @overload
     def tokenize(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
         truncate: bool,
         prompt: Prompt | None = None,
@@ -160,7 +160,7 @@ class TextTokenizer:
     @overload
     def tokenize(
         self,
-        texts: Sequence[Text],
+        texts: Iterable[Text],
         *,
         truncate: bool,
         prompt: Prompt | None = None,
@@ -169,7 +169,7 @@ class TextTokenizer:
 
     def tokenize(
         self,
-        texts: Sequence[Text],
+        texts: Iterable[Text],
         *,
         truncate: bool,
         prompt: Prompt | None = None,

@@ -1,10 +1,10 @@
 """How much one API key may ask for, per minute and at a time.
 
 Requests and tokens are taken from buckets that hold the amount of one minute, and are refilled all the time.
-How many tokens a request has is known when it has ended. Until then, a guess from the size of its body is
-taken, but no more than the bucket holds. So the bucket of tokens may go below zero when a request ends. Then
-further requests are refused until the debt is paid. A request that has failed, or whose client has left, is
-charged for what was begun for it.
+How many tokens a request has is known when it has ended. Until then, a guess from its texts is taken, but no
+more than the bucket holds. So the bucket of tokens may go below zero when a request ends. Then further
+requests are refused until the debt is paid. A request that has failed, or whose client has left, is charged
+for what was begun for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _RETRY_IN_FLIGHT_SECONDS = 1
 _MAX_TRIES = 100
 _MAX_PAUSE_SECONDS = 0.02
 _FULL_SECONDS = 60.0  # in which an empty bucket is filled
-# At first, as of prose. Each request that has ended counts by this share.
-_TOKENS_PER_BYTE, _SHARE_OF_LAST = 0.25, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,8 @@ class QuotaUse:
         """name: of the key's holder. stores: the first one that can be used counts.
 
         max_seconds: that a request may take. A process that was killed no longer counts as having requests in
-        flight after that time. process: the name of this process, if the last store holds `alive/NAME` of all
-        processes that run; a process that was killed then no longer counts there.
+        flight after that time. process: the name of this process, without a dot, if the last store holds
+        `alive/NAME` of all processes that run; a process that was killed then no longer counts there.
         """
         self._name = name
         self._quotas = quotas
@@ -74,24 +72,21 @@ class QuotaUse:
         self._max_seconds = max_seconds
         self._clock = clock
         self._alive_in = stores[-1] if process is not None else None
-        self._process = secrets.token_hex(8) if process is None else process
+        # A process has several uses of one key if its quotas change while requests are answered.
+        self._process = f"{process or ''}.{secrets.token_hex(8)}"
         self._in_flight = 0  # requests of this process
-        self._tokens_per_byte = _TOKENS_PER_BYTE  # of the bodies of the last requests
         self._waiting: list[_Change] = []  # changes that are not written yet
         self._writing = asyncio.Lock()
         # With other quotas, everything is counted from the beginning.
         self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
-    async def begin(self, size: int = 0) -> int | None:
-        """Count a request that begins; `end` must follow. size: of its body, in bytes; 0: not known.
+    async def begin(self) -> bool:
+        """Count a request that begins; `end` must follow. Returns whether it was counted.
 
-        Returns how many tokens were taken for it, or None if it was not counted. Raises QuotaExceeded, and
-        then counts nothing.
+        Raises QuotaExceeded, and then counts nothing.
         """
-        taken = 0
 
         def count(used: _Used) -> None:
-            nonlocal taken
             maximum, now = self._quotas.in_flight, self._clock()
             if maximum is not None and used.total_in_flight(now) >= maximum:
                 raise QuotaExceeded(
@@ -99,30 +94,38 @@ class QuotaUse:
                     quota="in_flight",
                     retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
                 )
-            for quota, bucket in (("requests_per_minute", used.requests), ("tokens_per_minute", used.tokens)):
-                if bucket is not None and (seconds := bucket.seconds_until_one(now)):
-                    raise QuotaExceeded(
-                        f"the key may ask for {bucket.per_minute} {quota.replace('_', ' ')}",
-                        quota=quota,
-                        retry_after_seconds=math.ceil(seconds),
-                    )
+            _require_one(used.requests, "requests_per_minute", now)
+            _require_one(used.tokens, "tokens_per_minute", now)
             if used.requests is not None:
                 used.requests.level -= 1
-            if used.tokens is not None:
-                taken = min(round(size * self._tokens_per_byte), math.floor(used.tokens.level))
-                used.tokens.level -= taken
 
-        return taken if await self._change(_Change(count, in_flight=1)) else None
+        return await self._change(_Change(count, in_flight=1))
 
-    async def end(self, tokens: int, *, taken: int | None = 0, size: int = 0) -> None:
+    async def take(self, tokens: int) -> int:
+        """Take about as many tokens as a request will have, until it ends. Returns how many were taken.
+
+        Raises QuotaExceeded if none are left, because requests in flight have taken them.
+        """
+        if self._quotas.tokens_per_minute is None:
+            return 0
+        taken = 0
+
+        def count(used: _Used) -> None:
+            nonlocal taken
+            _require_one(used.tokens, "tokens_per_minute", self._clock())
+            assert used.tokens is not None
+            taken = min(tokens, math.floor(used.tokens.level))
+            used.tokens.level -= taken
+
+        return taken if await self._change(_Change(count)) else 0
+
+    async def end(self, tokens: int, *, taken: int | None = 0) -> None:
         """Count the end of a request. tokens: of all that was computed, or begun, for the request.
 
-        taken: what `begin` has returned; None if `begin` was not called. size: as for `begin`.
+        taken: what `take` has returned; None if `begin` was not called, or has not counted the request.
         """
         if not (tokens or taken is not None):
             return
-        if tokens and size:
-            self._tokens_per_byte += _SHARE_OF_LAST * (tokens / size - self._tokens_per_byte)
 
         def count(used: _Used) -> None:
             if used.tokens is not None:
@@ -192,9 +195,9 @@ class QuotaUse:
 
     async def _drop_killed(self, store: Store, used: _Used) -> None:
         """Count nothing as in flight of processes that have ended without a word."""
-        for process in used.in_flight.keys() - {self._process}:
-            if await store.get(f"alive/{process}") is None:
-                del used.in_flight[process]
+        for counted in used.in_flight.keys() - {self._process}:
+            if await store.get(f"alive/{counted.partition('.')[0]}") is None:
+                del used.in_flight[counted]
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +205,7 @@ class _Change:
     """A change of what is used, which may be refused."""
 
     count: Callable[[_Used], None]  # raises QuotaExceeded, and then changes nothing
-    in_flight: int  # how many more requests are in flight then
+    in_flight: int = 0  # how many more requests are in flight then
     error: QuotaExceeded | None = None
     is_done: bool = False
     is_counted: bool = False
@@ -246,6 +249,16 @@ class _Bucket:
         """Return the seconds until the bucket says nothing any more, with both clocks in doubt."""
         return (
             2 * _FULL_SECONDS + max(0.0, self.refilled_at - now) - min(0.0, self.level) * 60 / self.per_minute
+        )
+
+
+def _require_one(bucket: _Bucket | None, quota: str, now: float) -> None:
+    """Raise QuotaExceeded unless the bucket holds 1."""
+    if bucket is not None and (seconds := bucket.seconds_until_one(now)):
+        raise QuotaExceeded(
+            f"the key may ask for {bucket.per_minute} {quota.replace('_', ' ')}",
+            quota=quota,
+            retry_after_seconds=math.ceil(seconds),
         )
 
 

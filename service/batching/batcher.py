@@ -176,6 +176,11 @@ class Batcher:
         future.add_done_callback(lambda _: self._finished(request))
         return future
 
+    def guess_tokens(self, source: Source) -> int:
+        """Return about how many tokens the texts of a source have, before they are tokenised."""
+        longest = self._runner.engine.tokenizer.max_tokens
+        return min(round(source.characters / self._queue.characters_per_token), source.count * longest)
+
     def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         """Use another engine of the same model from the next batch on, and verify its hits.
 

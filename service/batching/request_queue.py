@@ -71,7 +71,7 @@ class RequestQueue:
         self.waiting_tokens = 0  # of texts that are not tokenised yet, a guess
         self._speed = DrainSpeed(threads * limits.batch_tokens)
         self._admission = Admission(limits, self._order, self._speed)
-        self._characters_per_token: float | None = None  # of the texts that were tokenised lately
+        self._characters_per_token: float | None = None  # None: of none yet
         self._running = 0  # engine threads in a turn, which ends when nothing waits
         self._computing = 0  # of them, the threads that compute
         self._idle_work = 0  # of these, the threads that began an idle turn and have no batch yet
@@ -79,6 +79,11 @@ class RequestQueue:
     def __len__(self) -> int:
         """Return the number of requests that wait."""
         return self._waiting_requests
+
+    @property
+    def characters_per_token(self) -> float:
+        """The mean of the texts that were tokenised lately, or of prose."""
+        return self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN
 
     def allow_threads(self, threads: int) -> None:
         """Let at most this number of engine threads run. Threads beyond it end their turns after a batch."""
@@ -91,7 +96,7 @@ class RequestQueue:
 
         Raises QueueFull if the request's sequences or tokens do not fit, or if too much comes before it.
         """
-        request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
+        request.guess_tokens(self.characters_per_token)
         count, tokens = request.count, request.guessed_tokens
         with self._lock:
             self._admission.require(request, self.waiting_sequences, self.waiting_tokens, self._clock())

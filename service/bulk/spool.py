@@ -66,8 +66,8 @@ class Spool:
             then = begun_with.get(name)
             if then != now:
                 raise InvalidInput(
-                    f"{partial(self._output)} {begun_otherwise(name, then, now)}; use the same options, or "
-                    "remove this file to begin again",
+                    f"{partial(self._output)} {begun_otherwise(name, then, now)}; use the same options and "
+                    "the same version of attncache, or remove this file to begin again",
                     field=name,
                 )
         self.done = done

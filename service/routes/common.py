@@ -83,6 +83,9 @@ async def computed(
             "them",
             field="inputs",
         )
+    # A request is refused before its first texts are computed, or not at all.
+    if call.holder is not None and not call.timings:
+        await call.count_in_quota(call.holder, serving.batcher.guess_tokens(source))
     timing = Timing()
     sampling = None if isinstance(source, Conversation) or not counted else call.state.sampling
     pending = serving.batcher.submit(

@@ -119,13 +119,6 @@ class Call:
         return sum(timing.tokens for timing in self.timings)
 
     @property
-    def announced_bytes(self) -> int:
-        """The size of the body, as the client has announced it; 0 if it has not."""
-        announced = self.headers.get(b"content-length", b"")
-        # 20 digits exceed any limit.
-        return int(announced[:20]) if announced.isdigit() else 0
-
-    @property
     def query_params(self) -> QueryParams:
         """The parameters of the query."""
         return QueryParams(self.scope["query_string"])
@@ -159,10 +152,16 @@ class Call:
             )
         return serving
 
-    async def count_in_quota(self, holder: KeyHolder) -> None:
-        """Count the request as one of its key. Raises QuotaExceeded."""
+    async def count_in_quota(self, holder: KeyHolder, tokens: int | None = None) -> None:
+        """Count the request as one of its key, and again once its texts are known. Raises QuotaExceeded.
+
+        tokens: a guess; None: the texts are not known yet.
+        """
         try:
-            self.taken_tokens = await holder.use.begin(self.announced_bytes)
+            if tokens is None:
+                self.taken_tokens = 0 if await holder.use.begin() else None
+            elif self.taken_tokens is not None:
+                self.taken_tokens = await holder.use.take(tokens)
         except QuotaExceeded as error:
             self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise
@@ -269,8 +268,10 @@ class Call:
                 "a body with Content-Encoding is not read; send the body uncompressed, without this header"
             )
         maximum = self.state.settings.max_body_bytes
-        # The header only refuses early: the bytes that arrive are counted.
-        _require_small(self.announced_bytes, maximum)
+        announced = self.headers.get(b"content-length", b"")
+        if announced.isdigit():
+            # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
+            _require_small(int(announced[:20]), maximum)
         chunks: list[bytes] = []
         size, is_whole = 0, False
         while not is_whole:

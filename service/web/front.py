@@ -169,7 +169,7 @@ class Front(FastAPI):
             state.finished.add(_finished(call, route, ended))
         if call.holder is not None:
             state.metrics.observe_key(call.holder.name, call.tokens)
-            await call.holder.use.end(call.tokens, taken=call.taken_tokens, size=call.announced_bytes)
+            await call.holder.use.end(call.tokens, taken=call.taken_tokens)
 
 
 def is_open(method: str, path: str, listener: ListenerName | None) -> bool:

@@ -226,18 +226,28 @@ async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_
 
 
 async def test_requests_at_once_exceed_the_quota_of_tokens_by_little():
-    """Until they end, requests count by the size of their bodies, and then by what they had."""
+    """Until they end, requests count by a guess, and then by what they had."""
     clock = Clock()
     use = use_of(Quotas(tokens_per_minute=1000), clock)
-    taken = [await use.begin(1600) for _ in range(3)]
-    assert taken == [400, 400, 200]
+    for _ in range(4):
+        await use.begin()
+    assert [await use.take(400) for _ in range(3)] == [400, 400, 200]
+    with pytest.raises(QuotaExceeded):
+        await use.take(400)
     assert await refused(use) == ("tokens_per_minute", 1)
-    for tokens in (400, 0, 100):
-        await use.end(tokens, taken=taken.pop(), size=1600)
-    # Texts of this client have fewer tokens than prose.
-    assert await use.begin(1600) < 400
-    assert await use.begin(10**9) < 500
-    assert (await refused(use))[0] == "tokens_per_minute"
+    for tokens, taken in ((400, 400), (0, 400), (100, 200), (0, 0)):
+        await use.end(tokens, taken=taken)
+    assert await use.take(10**9) == 500
+    assert await use_of(Quotas(in_flight=1), clock).take(10**9) == 0
+
+
+async def test_quotas_that_change_and_change_back_count_all_that_is_in_flight():
+    store = LocalStore()
+    for _ in range(2):
+        use = QuotaUse("k", Quotas(in_flight=2), store, max_seconds=100, process="one")
+        await store.put("alive/one", b"")
+        await use.begin()
+    assert await refused(use) == ("in_flight", 1)
 
 
 @pytest.mark.parametrize("end", ["killed", "alive"])
@@ -250,7 +260,7 @@ async def test_process_that_was_killed_has_nothing_in_flight(end):
     await of_workers[0].begin()
     if end == "killed":
         await store.put("alive/one", None)
-        assert await of_workers[1].begin() == 0
+        assert await of_workers[1].begin()
     assert await refused(of_workers[1]) == ("in_flight", 1)
 
 
@@ -263,7 +273,7 @@ async def test_retry_after_is_right_when_the_clock_goes_back():
     quota, seconds = await refused(use)
     assert (quota, seconds) == ("requests_per_minute", 46)
     clock.seconds += seconds
-    assert await use.begin() == 0
+    assert await use.begin()
 
 
 async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing():
@@ -291,13 +301,13 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
 
     store = Failing()
     use = use_of(Quotas(in_flight=2, tokens_per_minute=60), Clock(), store)
-    assert await use.begin() == 0
+    assert await use.begin()
     store.fails = True
-    assert await use.begin() is None
+    assert not await use.begin()
     assert ("requests of key client are not counted" in caplog.text) == (error is None)
     store.fails = False
     await use.end(1, taken=None)
-    assert await use.begin() == 0
+    assert await use.begin()
     assert (await refused(use))[0] == "in_flight"
     await use.end(100, taken=None)
     for _ in range(2):
@@ -326,20 +336,20 @@ async def test_another_store_counts_alone_while_the_first_one_refuses(refuses):
     clock = Clock()
     quotas = Quotas(requests_per_minute=2, in_flight=5)
     use, other = (QuotaUse("k", quotas, first, second, max_seconds=100, clock=clock) for _ in range(2))
-    assert await use.begin() == 0
+    assert await use.begin()
     first.refuses = refuses
-    assert await use.begin() == 0
-    assert await use.begin() == 0
+    assert await use.begin()
+    assert await use.begin()
     assert (await refused(use))[0] == "requests_per_minute"
     first.refuses = ""
     # Three are in flight here, whichever store has counted them; one more may begin, and nothing is lost.
-    assert await use.begin() == 0
+    assert await use.begin()
     clock.seconds += 60
-    assert await other.begin() == 0
+    assert await other.begin()
     assert (await refused(other))[0] == "in_flight"
     for _ in range(4):
         await use.end(0)
-    assert await other.begin() == 0
+    assert await other.begin()
     assert await second.count() == 1
 
 
@@ -422,6 +432,19 @@ async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path)
     for name, quota in (("few", "requests_per_minute"), ("short", "tokens_per_minute")):
         assert found["attncache_quota_refusals_total", name, quota] == 1
     assert found["attncache_key_tokens_total", "short"] == 30
+
+
+async def test_requests_at_once_take_tokens_by_their_texts_as_far_as_these_are_computed(tmp_path):
+    """The model has 64 tokens at most, so a long text counts as 64 until it is answered."""
+    engine = FakeEngine()
+    async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} tokens_per_minute=150\n")) as client:
+        waiting = [await begun(engine, ask(client, ONE, "c" * 20_000))]
+        waiting += [asyncio.create_task(ask(client, ONE, "d" * 20_000)) for _ in range(2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.3)
+        assert not done
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+        engine.may_run.set()
+        assert [(await each).status_code for each in waiting] == [200] * 3
 
 
 async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(tmp_path):
