@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from core_models import write_json
+from core_models import VOCABULARY, write_json, write_tokenizer
 from published_tokenizers import (
     write_gemma_tokenizer,
     write_modernbert_tokenizer,
@@ -291,6 +291,106 @@ def write_gte_modernbert(folder: Path) -> Path:
     return folder
 
 
+def write_nomic_embed(folder: Path) -> Path:
+    """Write a model like nomic-ai/nomic-embed-text-v1.5: NomicBERT, mean."""
+    write_tokenizer(folder, longest=8192)
+    config = {
+        "activation_function": "swiglu",
+        "architectures": ["NomicBertModel"],
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "causal": False,
+        "dense_seq_output": True,
+        "embd_pdrop": 0.0,
+        "eos_token_id": None,
+        "fused_bias_fc": True,
+        "fused_dropout_add_ln": True,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-12,
+        "max_trained_positions": 2048,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "model_type": "nomic_bert",
+        "n_embd": 48,
+        "n_head": 4,
+        "n_inner": 72,
+        "n_layer": 3,
+        "n_positions": 8192,
+        "pad_vocab_size_multiple": 64,
+        "parallel_block": False,
+        "parallel_block_tied_norm": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "reorder_and_upcast_attn": False,
+        "resid_pdrop": 0.0,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "torch_dtype": "float32",
+        "transformers_version": "4.37.2",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "use_flash_attn": True,
+        "use_rms_norm": False,
+        "use_xentropy": True,
+        "vocab_size": len(VOCABULARY),
+    }
+    # transformers does not read the published names, and has the published sizes without them.
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 4, "num_hidden_layers": 3}
+    write_weights(folder, config | sizes)
+    _write_modules(folder, "mean", 48, normalize=False, longest=8192)
+    return folder
+
+
+def write_arctic_embed_m_v2(folder: Path) -> Path:
+    """Write a model like Snowflake/snowflake-arctic-embed-m-v2.0: GTE, first token."""
+    config = {
+        "architectures": ["GteModel"],
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout": 0.1,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 72,
+        "layer_norm_eps": 1e-12,
+        "layer_norm_type": "layer_norm",
+        "logn_attention_clip1": False,
+        "logn_attention_scale": False,
+        "max_position_embeddings": 8192,
+        "model_type": "gte",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "pack_qkv": True,
+        "pad_token_id": 1,
+        "position_embedding_type": "rope",
+        "rope_scaling": None,
+        "rope_theta": 160000,
+        "torch_dtype": "float32",
+        "transformers_version": "4.41.2",
+        "type_vocab_size": 1,
+        "unpad_inputs": False,
+        "use_memory_efficient_attention": True,
+        "vocab_size": write_xlm_roberta_tokenizer(folder, 8192),
+    }
+    write_weights(folder, config)
+    _write_modules(folder, "cls", 48, longest=8192)
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "__version__": _VERSIONS,
+            "prompts": {"query": "query: "},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    )
+    return folder
+
+
 EMBEDDING_MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3-embedding": write_qwen3_embedding,
     "embedding-gemma": write_embedding_gemma,
@@ -298,6 +398,8 @@ EMBEDDING_MODELS: dict[str, Callable[[Path], Path]] = {
     "multilingual-e5-base": write_multilingual_e5_base,
     "multilingual-e5-small": write_multilingual_e5_small,
     "gte-modernbert": write_gte_modernbert,
+    "nomic-embed": write_nomic_embed,
+    "arctic-embed-m-v2": write_arctic_embed_m_v2,
 }
 
 
@@ -376,7 +478,6 @@ def write_weights(folder: Path, config: dict[str, Any], loader: Any = AutoModel)
                 torch.nn.init.normal_(values, std=0.25)
             else:
                 values += torch.randn_like(values) * 0.1
-    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != tied}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.save_pretrained(folder)
+    write_json(folder / "config.json", config)
     return folder

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    CamembertConfig,
     DebertaV2Config,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -27,11 +28,13 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     ModernBertConfig,
     MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -348,6 +351,12 @@ ENCODERS = {
         | {"hidden_size": 48, "attention_bias": True, "mlp_bias": True, "norm_bias": True}
         | {"classifier_pooling": "mean", "classifier_bias": True, "hidden_activation": "silu"}
         | {"layer_types": WINDOWS, "local_attention": 2, "rope_parameters": TWO_ROTARIES},
+    ),
+    "camembert": Case(CamembertConfig, {"pad_token_id": 1}),
+    "nomic-bert": Case(NomicBertConfig),
+    "gte-without-types": Case(
+        GteConfig,
+        {"hidden_size": 48, "type_vocab_size": 0, "pad_token_id": 0, "rope_parameters": LINEAR},
     ),
 }
 CASES = ENCODERS | DECODERS

@@ -368,14 +368,14 @@ def _mends(config: Mapping[str, Any]) -> list[str]:
 
 
 # Families of two token types, unless config.json names another number.
-_TWO_TYPES = ("bert", "roberta", "xlm-roberta")
+_TWO_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "nomic_bert")
 
 # Families that have an embedding for each position, and the number of positions if config.json names none.
-_LEARNED_POSITIONS = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "deberta-v2")
+_LEARNED_POSITIONS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "deberta-v2")
 _USUAL_POSITIONS = 512
 
 # Families that number positions from the id of the padding token + 1.
-_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 
 @cache

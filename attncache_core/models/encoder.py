@@ -1,8 +1,8 @@
-"""Encoders like BERT: bidirectional attention, learned positions, a norm after each half of a layer.
+"""Encoders like BERT: bidirectional attention, and a norm after each half of a layer.
 
-BERT, RoBERTa, DistilBERT, MPNet and DeBERTa differ in four points: the names of their modules, the number of
-the first position, the terms added to the scores, and the classification head. A family file supplies only
-these. The modules are those of transformers, or those of bare.py.
+BERT, RoBERTa, DistilBERT, MPNet, DeBERTa, NomicBERT and GTE differ in five points: the names of their
+modules, their positions, the terms added to the scores, the gate of the network, and the classification head.
+A family file supplies only these. The modules are those of transformers, or those of bare.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from attncache_core.models.layer import (
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.model import Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
+from attncache_core.models.rotary import LayerRotary
 from attncache_core.models.scores import ScoreTerms
 from attncache_core.text.token_batch import TokenBatch
 
@@ -46,8 +47,9 @@ class EncoderNames(NamedTuple):
     up: str
     down: str
     norm: str
-    activation: str  # the function between `up` and `down`, which may have weights
+    activation: str  # the function behind the gate, or between `up` and `down`, which may have weights
     layers: str = "encoder.layer"
+    gate: str | None = None  # a linear layer before the activation, whose output multiplies that of `up`
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
@@ -105,21 +107,22 @@ def encoder(
     padding: int | None = None,
     scale: float | None = None,
     score_terms: Callable[[Any, LayerHeads], ScoreTerms] | None = None,
+    rotary: LayerRotary | None = None,
 ) -> PackedModel:
     """Pack the encoder `base`, for pooled embeddings or with its head.
 
     activation: the name of the feed-forward activation. padding: see Embedding. scale: of Q Kᵀ; None: one
     over the root of a head's width. score_terms: makes the further terms of a layer's scores, if any, from
-    the layer and its heads.
+    the layer and its heads. rotary: positions that rotate Q and K; None: the embeddings have the positions.
     """
 
-    def attention(module: Any, _: int, heads: LayerHeads) -> AttentionLayer:
+    def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:
         projected = map(LinearWeights.from_module, attrgetter(names.query, names.key, names.value)(module))
         query, key, value = projected
         return AttentionLayer(
             heads.order,
             heads.reused,
-            Projections(query, key, value, heads),
+            Projections(query, key, value, heads, rotary=None if rotary is None else rotary[number]),
             output_projection(LinearWeights.from_module(attrgetter(names.output)(module)), heads),
             Norms(output=Norm(attrgetter(names.attention_norm)(module))),
             AttentionMask((len(query.weight) // len(heads.order)) ** -0.5 if scale is None else scale),
@@ -128,8 +131,10 @@ def encoder(
 
     def feed_forward(module: Any) -> FeedForward:
         up, down, norm = attrgetter(names.up, names.down, names.norm)(module)
-        opened = packed(up, activation, attrgetter(names.activation)(module))
-        return FeedForward(Network(opened, packed(down), activation), Norms(output=Norm(norm)))
+        opened = attrgetter(names.gate or names.up)(module)
+        opened = packed(opened, activation, attrgetter(names.activation)(module))
+        up, gate = (packed(up), opened) if names.gate else (opened, None)
+        return FeedForward(Network(up, packed(down), activation, gate), Norms(output=Norm(norm)))
 
     layers = attrgetter(names.layers)(base)
     embed, built = build_layers(

@@ -7,7 +7,7 @@ from typing import Any
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.bert import bert, distilbert, roberta
+from attncache_core.models.bert import bert, distilbert, roberta, rotary_bert
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
 from attncache_core.models.deepseek import deepseek
@@ -24,10 +24,13 @@ ENCODERS: dict[str, Family] = {
     "bert": bert,
     "roberta": roberta,
     "xlm-roberta": roberta,
+    "camembert": roberta,
     "distilbert": distilbert,
     "mpnet": mpnet,
     "deberta-v2": deberta,
     "modernbert": modernbert,
+    "nomic_bert": rotary_bert,
+    "gte": rotary_bert,
 }
 
 

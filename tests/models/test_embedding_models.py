@@ -302,3 +302,20 @@ def test_weights_have_the_published_names(folders):
     assert "layers.0.pre_feedforward_layernorm.weight" in names["embedding-gemma"]
     assert "encoder.layer.0.attention.self.query.weight" in names["bge-m3"]
     assert "layers.0.attn.Wqkv.weight" in names["gte-modernbert"]
+    assert "encoder.layers.0.mlp.fc11.weight" in names["nomic-embed"]
+    assert "encoder.layer.0.attention.qkv_proj.weight" in names["arctic-embed-m-v2"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"rotary_emb_base": 10000}, {"n_head": 8}, {"rotary_scaling_factor": 2}, {"prenorm": True}],
+    ids=str,
+)
+def test_published_names_that_transformers_does_not_read_may_say_nothing_else(copied, changed):
+    folder, (name,) = copied("nomic-embed"), changed
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", config | changed)
+    with pytest.raises(
+        UnsupportedModel, match=f"{name} in config.json is {changed[name]}; models of the family"
+    ):
+        loaded(folder)
