@@ -42,10 +42,13 @@ _FAMILIES = {
     "bert": _Family(BERT, ("pooler.dense", "classifier"), lambda _: None, has_types=True),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "distilbert": _Family(DISTILBERT, ("pre_classifier", "classifier"), lambda _: None),
     "mpnet": _Family(MPNET, _DENSE, lambda _: PADDING, has_buckets=True),
 }
 _BUCKETS = "encoder.relative_attention_bias"
+# In front of the names of an encoder's weights, if the weights have a head; else the name of the family.
+_PREFIXES = {"xlm-roberta": "roberta", "camembert": "roberta"}
 # In checkpoints that were made from TensorFlow's.
 _FORMER_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -196,7 +199,8 @@ def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     Raises UnsupportedModel if two weights have one name.
     """
-    prefix = checkpoint.config["model_type"].removeprefix("xlm-") + "."
+    family = checkpoint.config["model_type"]
+    prefix = _PREFIXES.get(family, family) + "."
     weights: dict[str, torch.Tensor] = {}
     for file in checkpoint.weight_files():
         for written, weight in load_file(file).items():
