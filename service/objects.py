@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,20 +20,29 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote_to_bytes, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from attncache_core import InvalidInput
 from attncache_core.runtime.files import left_unfinished, locked, write_whole
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
-# A range takes seconds on a slow line, so a request that takes longer than the limit is stuck.
 RANGE_BYTES = 16 * 2**20
-_REQUEST_SECONDS = 60
+# A store that sends nothing for so long is stuck. A slow line may take longer for a range.
+_READ_SECONDS, _REQUEST_SECONDS = 60, 3600
 _RETRIES = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 # In the text of a foreign error -> what is shown of it.
 _REASONS = (
     (r"onfiguration key: '(\w+)' is not valid", r"its query has \1, which the store does not know"),
+    (
+        r"/latest/(?:api|meta-data)|computeMetadata|169\.254\.169\.254",
+        "there are no credentials: the variables of the store are not set, and this machine has no role",
+    ),
+    (r"Missing (\w+)\n", r"\1 is missing among the variables of the store"),
+    (r"Account must be specified", "the account is missing (AZURE_STORAGE_ACCOUNT_NAME)"),
+    (r"Unable to open service account file", "the file of GOOGLE_APPLICATION_CREDENTIALS cannot be read"),
+    (r"Unable to canonicalize filesystem root", "there is no such folder"),
+    (r"ange request not supported|NotSupported", "the store answers no requests for ranges of an object"),
     (r"Connection refused|ConnectionRefused", "the connection is refused"),
     (r"dns error|lookup address", "the name of the host is not known"),
     (r"timed out|TimedOut|Timeout", "the store does not answer in time"),
@@ -40,6 +50,8 @@ _REASONS = (
     (r"status[\w ]*[:( ]+(\d{3})", r"the store answers with status \1"),
     (r"rror sending request", "the store cannot be reached"),
 )
+
+_CHANGED = "it was changed by somebody else"
 
 
 class Changed(OSError):
@@ -61,21 +73,29 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
+def _split(url: str) -> SplitResult:
+    """Return the parts of a URL. Raises InvalidInput, which does not quote it, if it is malformed."""
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise InvalidInput(f"a URL is malformed: {error}") from None
+
+
 def without_secrets(url: str) -> str:
-    """Return a URL without its user and its query."""
-    parts = urlsplit(url)
+    """Return a URL without its user and its query. Raises InvalidInput if it is malformed."""
+    parts = _split(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def has_secrets(text: str) -> bool:
     """Return whether a text is a URL with what `without_secrets` leaves out."""
-    parts = urlsplit(text)
+    parts = _split(text)
     return is_url(text) and ("@" in parts.netloc or bool(parts.query))
 
 
 def joined(url: str, name: str) -> str:
     """Return the URL of a name below another URL, with the query of the other URL."""
-    parts = urlsplit(url)
+    parts = _split(url)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
@@ -88,7 +108,7 @@ class ObjectFolder:
         mode: of a folder that is made. Raises InvalidInput if obstore is missing or the URL is not accepted.
         """
         self._obstore = _obstore(field)
-        parts = urlsplit(url) if is_url(url) else urlsplit(Path(url).absolute().as_uri())
+        parts = _split(url if is_url(url) else Path(url).absolute().as_uri())
         if parts.scheme not in SCHEMES:
             accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise InvalidInput(f"{field}: {without_secrets(url)} must begin with {accepted}", field=field)
@@ -116,13 +136,20 @@ class ObjectFolder:
 
         if self._folder is not None:
             return store.LocalStore(self._folder)
-        limits: dict[str, Any] = {
+        client: dict[str, Any] = {
             # Whether a connection is encrypted is chosen by the URL.
-            "client_options": {"allow_http": True, "timeout": timedelta(seconds=_REQUEST_SECONDS)},
-            "retry_config": _RETRIES,
+            "allow_http": True,
+            "read_timeout": timedelta(seconds=_READ_SECONDS),
+            "timeout": timedelta(seconds=_REQUEST_SECONDS),
         }
+        limits: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES}
         if url.startswith("http"):
-            return store.HTTPStore.from_url(url, **limits)
+            user, _, host = urlsplit(url).netloc.rpartition("@")
+            if user:  # obstore does not send it
+                client["default_headers"] = {
+                    "authorization": f"Basic {b64encode(unquote_to_bytes(user)).decode()}"
+                }
+            return store.HTTPStore.from_url(urlunsplit(urlsplit(url)._replace(netloc=host)), **limits)
         return store.from_url(urlunsplit(urlsplit(url)._replace(query="")), **limits, config=config)
 
     @property
@@ -141,12 +168,20 @@ class ObjectFolder:
             return bytes(got.bytes()), _stored(got.meta, name)
 
     def read_range(self, name: str, start: int, length: int, etag: str | None = None) -> bytes:
-        """Return some bytes of an object. Raises Changed if it has another ETag, and OSError."""
+        """Return bytes of an object, at least one. Raises Changed if it has another ETag, and OSError."""
+        # A weak ETag matches no condition (RFC 9110), so it is compared here.
+        is_weak = etag is not None and etag.startswith("W/")
         with self._translated(name):
             options: dict[str, Any] = {"range": (start, start + length)}
-            if etag is not None:
+            if etag is not None and not is_weak:
                 options["if_match"] = etag
-            return bytes(self._obstore.get(self._store, name, options=options).bytes())
+            got = self._obstore.get(self._store, name, options=options)
+            if is_weak and got.meta["e_tag"] != etag:
+                raise Changed(errno.ESTALE, _CHANGED, self.url_of(name))
+            content = bytes(got.bytes())
+            if not content:
+                raise OSError(errno.EIO, "the store sends nothing", self.url_of(name))
+            return content
 
     def about(self, name: str) -> StoredObject:
         """Return what the store says about an object. Raises OSError."""
@@ -211,7 +246,7 @@ class ObjectFolder:
         except FileNotFoundError:
             now = None
         if now != (seen.etag if seen else None):
-            raise Changed(errno.ESTALE, "it was changed by somebody else", self.url_of(name))
+            raise Changed(errno.ESTALE, _CHANGED, self.url_of(name))
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
@@ -232,7 +267,7 @@ class ObjectFolder:
         except OSError as error:
             raise OSError(error.errno, error.strerror, url) from None
         except (raised.PreconditionError, raised.AlreadyExistsError):
-            raise Changed(errno.ESTALE, "it was changed by somebody else", url) from None
+            raise Changed(errno.ESTALE, _CHANGED, url) from None
         except (raised.PermissionDeniedError, raised.UnauthenticatedError):
             reason = "access is refused; check the credentials"
             raise PermissionError(errno.EACCES, reason, url) from None

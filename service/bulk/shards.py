@@ -253,7 +253,13 @@ def _listed(given: str) -> Iterator[_File]:
     # A local folder is absolute, because other processes may run elsewhere.
     url = folder.url if folder.is_local else f"{base}?{query}"
     if "*" not in pattern:
-        yield url, folder.about(pattern)
+        try:
+            yield url, folder.about(pattern)
+        except FileNotFoundError:
+            if not given.startswith(("s3://", "gs://", "az://")):
+                raise
+            # Programs that write in parts make a folder of this name.
+            yield from _listed(f"{path}/?{query}")
         return
     listed: Iterable[StoredObject] = folder.list()
     if folder.is_local:

@@ -6,6 +6,7 @@ Bucket names are ignored: /BUCKET/NAME is an S3 object, and plain HTTP reads the
 import hashlib
 import re
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -17,8 +18,11 @@ class Store:
 
     def __init__(self):
         self.objects, self.uploads, self.lock = {}, {}, threading.Lock()
-        self.requests = []  # (method, path with query)
-        self.has_etags = True
+        self.requests, self.authorizations = [], []  # (method, path with query), and a header
+        self.has_etags = self.has_ranges = True
+        self.is_empty = False  # whether ranges have no bytes
+        self.weak = ""  # "W/" for weak ETags, which match no condition
+        self.pause = 0.0  # seconds before each kilobyte of an answer
         self.fail = lambda *_: None  # takes method and path; returns a status to answer instead
 
     @property
@@ -43,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         with store.lock:
             store.requests.append((self.command, self.path))
+            store.authorizations.append(self.headers.get("Authorization"))
             status = store.fail(self.command, path)
             if status is not None:
                 return self.answer(status)
@@ -56,15 +61,15 @@ class Handler(BaseHTTPRequestHandler):
         content = store.objects.get(path)
         if content is None:
             return self.answer(404)
-        if self.headers.get("If-Match", etag(content)) != etag(content):
+        if "If-Match" in self.headers and (store.weak or self.headers["If-Match"] != etag(content)):
             return self.answer(412)
         headers = {"Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
         if store.has_etags:
-            headers["ETag"] = etag(content)
-        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            headers["ETag"] = store.weak + etag(content)
+        if store.has_ranges and (found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
             first, last = int(found[1]), min(int(found[2]), len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-            return self.answer(206, content[first : last + 1], headers)
+            return self.answer(206, b"" if store.is_empty else content[first : last + 1], headers)
         return self.answer(200, content, headers)
 
     of_head = of_get
@@ -124,8 +129,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        for first in range(0, len(content) if self.command != "HEAD" else 0, 1024):
+            time.sleep(self.server.store.pause)
+            self.wfile.write(content[first : first + 1024])
 
     def log_message(self, *_):
         pass

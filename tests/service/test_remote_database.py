@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from service.loading import remote as remote_module
 from service.loading.engines import load_engines
 from service.loading.remote import POINTER, RemoteDatabase, push, with_remote_database
 from service.loading.renewals import with_renewals
-from service.objects import ObjectFolder, joined, without_secrets
-from service.settings import Settings
+from service.objects import ObjectFolder
 from service.settings.reading import read_settings
 from service.state import FetchFailed, Pause
 
@@ -281,26 +279,3 @@ def test_server_follows_the_pointer_serves_on_after_failures_and_logs_each_once(
     assert engine.map_reuse.database.manifest.id == AttentionDatabase.open(other).manifest.id
     assert isinstance(until(loading, Pause), Pause)
     assert SECRET not in caplog.text
-
-
-def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch, tmp_path):
-    url = f"https://user:{SECRET}@host:8/a/b?sig={SECRET}#x"
-    assert without_secrets(url) == "https://host:8/a/b"
-    assert joined(url, "c") == f"https://user:{SECRET}@host:8/a/b/c?sig={SECRET}#x"
-    with pytest.raises(AttnCacheError, match="folder") as raised:
-        read_settings({"database": url, "sample": True})
-    assert SECRET not in str(raised.value)
-    with pytest.raises(InvalidInput, match="s3://") as raised:
-        ObjectFolder(f"ftp://user:{SECRET}@host/a", "database")
-    assert SECRET not in str(raised.value)
-    with pytest.raises(InvalidInput, match="file:///FOLDER"):
-        ObjectFolder("file://relative/x", "url", writes=True)
-    with pytest.raises(InvalidInput, match="https://a/b can only be read"):
-        ObjectFolder("https://a/b", "url", writes=True)
-    with pytest.raises(InvalidInput, match="s3://a/b cannot be opened: its query has bogus") as refused:
-        ObjectFolder("s3://a/b?bogus=hidden", "database")
-    assert "hidden" not in str(refused.value)
-    assert Settings(database=tmp_path).database == Settings(database=str(tmp_path)).database == tmp_path
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(InvalidInput, match=r"attncache\[cluster\]"):
-        ObjectFolder("s3://a/b", "database")

@@ -1,0 +1,119 @@
+"""Objects below a URL: what a slow, broken or unusual store sends, and what errors say about a wrong URL."""
+
+import sys
+from base64 import b64encode
+
+import pytest
+from store_server import object_store
+
+from attncache_core import AttnCacheError, InvalidInput
+from service import objects
+from service.objects import Changed, ObjectFolder, has_secrets, joined, without_secrets
+from service.settings import Settings, read_settings
+
+pytest.importorskip("obstore")
+
+SECRET = "hidden-from-all"
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch, tmp_path):
+    """Let no store find credentials on this machine, and ask each store once."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    monkeypatch.setattr(objects, "_RETRIES", {"max_retries": 0})
+
+
+def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch, tmp_path):
+    url = f"https://user:{SECRET}@host:8/a/b?sig={SECRET}#x"
+    assert without_secrets(url) == "https://host:8/a/b"
+    assert joined(url, "c") == f"https://user:{SECRET}@host:8/a/b/c?sig={SECRET}#x"
+    with pytest.raises(AttnCacheError, match="folder") as raised:
+        read_settings({"database": url, "sample": True})
+    assert SECRET not in str(raised.value)
+    with pytest.raises(InvalidInput, match="s3://") as raised:
+        ObjectFolder(f"ftp://user:{SECRET}@host/a", "database")
+    assert SECRET not in str(raised.value)
+    with pytest.raises(InvalidInput, match="file:///FOLDER"):
+        ObjectFolder("file://relative/x", "url", writes=True)
+    with pytest.raises(InvalidInput, match="https://a/b can only be read"):
+        ObjectFolder("https://a/b", "url", writes=True)
+    with pytest.raises(InvalidInput, match="s3://a/b cannot be opened: its query has bogus") as refused:
+        ObjectFolder("s3://a/b?bogus=hidden", "database")
+    assert "hidden" not in str(refused.value)
+    assert Settings(database=tmp_path).database == Settings(database=str(tmp_path)).database == tmp_path
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(InvalidInput, match=r"attncache\[cluster\]"):
+        ObjectFolder("s3://a/b", "database")
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "reason"),
+    [
+        ("s3://bucket/x?region=here", {}, "there are no credentials: the variables of the store are not set"),
+        ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "a"}, "SecretAccessKey is missing among the variables"),
+        ("az://container/x", {}, r"the account is missing \(AZURE_STORAGE_ACCOUNT_NAME\)"),
+        ("gs://bucket/x", {}, "the file of GOOGLE_APPLICATION_CREDENTIALS cannot be read"),
+        ("file:///nowhere/x", {}, "there is no such folder"),
+        ("http://[::1/x", {}, "a URL is malformed: Invalid IPv6 URL"),
+        ("http://127.0.0.1:1/x", {}, "the connection is refused"),
+    ],
+)
+def test_reason_of_a_wrong_url_or_of_missing_credentials_is_named(monkeypatch, url, environment, reason):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((AttnCacheError, OSError), match=reason) as raised:
+        ObjectFolder(url, "database").read("a")
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [without_secrets, has_secrets, lambda url: joined(url, "a")])
+def test_malformed_url_is_refused_wherever_it_is_read(function):
+    with pytest.raises(InvalidInput, match="a URL is malformed") as refused:
+        function(f"s3://user:{SECRET}@[b/x")
+    assert SECRET not in str(refused.value)
+
+
+def test_slow_line_gets_every_byte_and_a_store_that_stops_ends_the_request(monkeypatch):
+    monkeypatch.setattr(objects, "_READ_SECONDS", 0.6)
+    with object_store() as store:
+        store.objects["/bucket/db/a"] = content = bytes(range(256)) * 20
+        folder = ObjectFolder(store.http % "db", "database")
+        store.pause = 0.2
+        assert folder.read_range("a", 0, len(content)) == content  # takes longer than each part may
+        store.pause = 3.0
+        with pytest.raises(OSError, match="the store does not answer in time"):
+            folder.read_range("a", 0, len(content))
+
+
+def test_store_that_sends_nothing_or_knows_no_ranges_is_named():
+    with object_store() as store:
+        store.objects["/bucket/db/a"] = b"0123456789"
+        folder = ObjectFolder(store.http % "db", "database")
+        store.has_ranges = False
+        with pytest.raises(OSError, match="the store answers no requests for ranges of an object"):
+            folder.read_range("a", 0, 4)
+        store.has_ranges = store.is_empty = True
+        with pytest.raises(OSError, match="the store sends nothing"):
+            folder.read_range("a", 0, 4)
+
+
+def test_weak_etag_is_compared_though_it_matches_no_condition():
+    with object_store() as store:
+        store.weak, store.objects["/bucket/db/a"] = "W/", b"0123456789"
+        folder = ObjectFolder(store.http % "db", "database")
+        about = folder.about("a")
+        assert about.etag.startswith("W/")
+        assert folder.open("a", about).read() == b"0123456789"
+        store.objects["/bucket/db/a"] = b"9876543210"
+        with pytest.raises(Changed):
+            folder.open("a", about).read()
+
+
+def test_user_of_an_http_url_is_sent():
+    with object_store() as store:
+        store.objects["/bucket/db/a"] = b"0123456789"
+        ObjectFolder((store.http % "db").replace("//", "//us%40er:pass@"), "database").read("a")
+        assert store.authorizations == [f"Basic {b64encode(b'us@er:pass').decode()}"]
