@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Headers by which a client hands over its trace: those of W3C, B3 and Jaeger.
+# Headers by which a client hands over its trace: those of W3C, B3 and Jaeger. No span uses W3C's baggage.
 TRACE_HEADERS = frozenset(
     {
-        *(b"traceparent", b"tracestate", b"baggage", b"b3", b"uber-trace-id"),
+        *(b"traceparent", b"tracestate", b"b3", b"uber-trace-id"),
         *(b"x-b3-traceid", b"x-b3-spanid", b"x-b3-sampled", b"x-b3-parentspanid", b"x-b3-flags"),
     }
 )
@@ -41,6 +41,8 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _EXPORTERS = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _MAX_CLOSING_SECONDS = 3.0
+# Spans that wait for the collector, unless a variable says otherwise. Requests are handed over in bursts.
+_QUEUE, _MAX_WAITING_SPANS = "OTEL_BSP_MAX_QUEUE_SIZE", 2**14
 _Stage = tuple[str, float, float, dict[str, Any]]  # name, start and end (perf_counter), attributes
 _Clock = Callable[[float], int]
 
@@ -51,6 +53,8 @@ class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import propagate, trace
 
+        # It quotes a malformed header of the client.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         self._provider = provider
         self._tracer = provider.get_tracer("attncache", __version__)
         self._extract: Callable[[Mapping[str, str]], Any] = propagate.extract
@@ -114,6 +118,10 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
             ", ".join(_ENDPOINTS),
         )
         return None
+    except ValueError as error:
+        # Such as a propagator that is not installed, or a limit that is no number.
+        logger.warning("no traces are made, because of a variable of OpenTelemetry: %s", error)
+        return None
 
 
 def _is_configured(environment: Mapping[str, str]) -> bool:
@@ -135,7 +143,8 @@ def _provider(environment: Mapping[str, str]) -> TracerProvider:
     ):
         attributes["service.name"] = "attncache"
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    waiting = None if environment.get(_QUEUE) else _MAX_WAITING_SPANS
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=waiting))
     return provider
 
 

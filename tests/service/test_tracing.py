@@ -1,5 +1,7 @@
 """Traces: what they tell, which variables ask for them, and how they leave the server."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -117,6 +119,42 @@ def test_missing_packages_are_named_in_a_warning(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert tracing_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}) is None
     assert "pip install 'attncache[otel]'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_PROPAGATORS", "nowhere"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "100"),
+        ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "x"),
+    ],
+)
+def test_variable_that_opentelemetry_refuses_is_told_in_a_warning(name, value):
+    # In a process of its own, because OpenTelemetry reads some variables when it is imported.
+    script = "import os; from service.observability.tracing import tracing_of; print(tracing_of(os.environ))"
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", name: value}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "None\n"
+    assert "no traces are made, because of a variable of OpenTelemetry: " in done.stderr
+
+
+async def test_malformed_headers_of_a_trace_are_in_no_log(monkeypatch, collector, caplog):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
+    headers = {
+        "traceparent": TRACEPARENT,
+        "tracestate": f"a b {SECRET}",
+        "baggage": f"query=Where is {SECRET}",
+    }
+    async with serving(FakeEngine()) as client:
+        assert (await client.post("/embed", json={"inputs": "a"}, headers=headers)).status_code == 200
+    assert collector.requests
+    assert SECRET not in caplog.text
 
 
 @pytest.fixture
