@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,6 +19,14 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _MAX_LOG_SECONDS = 1.0
+_STANDARD_ERROR = 2
+
+
+def takes_lines(file: int = _STANDARD_ERROR, seconds: float = 0.0) -> bool:
+    """Return whether a file takes a line, at once or within some seconds; False: it is a pipe, and full."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(select.select([], [file], [], seconds)[1])
+    return True
 
 
 def end_process(code: int, reason: str | None = None) -> NoReturn:

@@ -2,7 +2,9 @@
 
 A request is refused if the queue has no room for its sequences and tokens, or if too many seconds of work
 come before it. The work that comes before it depends on its flow: a client that floods the queue is refused,
-while a request of another client, whose turn is next, is admitted.
+while a request of another client, whose turn is next, is admitted. A request of many texts is also refused if
+it would not be answered in time, because it takes turns with other ones that do not fit into a batch: all of
+them would be computed nearly to their ends, and none would be answered.
 
 How fast a queue is drained is measured in tokens per second, while requests wait:
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,6 +36,8 @@ from service.errors import QueueFull
 _ROUNDS = 15
 # The first batches of a process are slow.
 _MIN_ROUNDS = 3
+# The part of a request's time that may be planned for: guesses of tokens and speeds err.
+_PLANNED = 0.8
 # The longest time that a request is told because of requests that were refused before it. Some never come
 # back, and a client that is refused once should not wait for all requests of another client that floods.
 _MAX_CROWD_SECONDS = 20.0
@@ -101,6 +106,7 @@ class Admission:
         try:
             self._require_room(request, waiting_sequences, waiting_tokens)
             self._require_short_wait(request)
+            self._require_in_time(request)
         except _Full as full:
             raise QueueFull(
                 f"{full}; send the request again after the seconds in Retry-After",
@@ -135,6 +141,38 @@ class Admission:
                 f"--max-queue-seconds allows {seconds:g}",
                 more,
             )
+
+    def _require_in_time(self, request: PendingRequest) -> None:
+        """Raise _Full if a request of several batches would be answered too late beside others that wait.
+
+        Flows take turns, so each of them gets as much as the request until the request is computed. All count
+        as they were at first, because a request that is admitted later slows down those that are there.
+        """
+        own, speed = request.guess, self.speed.tokens_per_second
+        if speed is None or own <= self.limits.batch_tokens:
+            return
+        allowed = speed * request.seconds * _PLANNED
+        within, others = own, dict[Hashable, list[int]]()  # of other flows: tokens at first, and now
+        for other in self.order:
+            if other.flow[:1] == request.flow[:1]:
+                within += other.guess if other.flow == request.flow else min(other.guess, own)
+            else:
+                counted = others.setdefault(other.flow[:1], [0, 0])
+                counted[0] += other.guess
+                counted[1] += other.waiting_tokens
+        needed = within + sum(min(first, within) for first, _ in others.values())
+        if not own <= allowed < needed:
+            return  # or it is too large even if it were alone, which its deadline tells
+        reason = (
+            f"this request would take turns with others for about {needed / speed:.0f} seconds, and may take "
+            f"{request.seconds:.0f}"
+        )
+        waiting = sorted(others.values(), key=lambda counted: counted[1])
+        for first, now in waiting:
+            needed -= min(first, within)
+            if needed <= allowed:
+                raise _Full(reason, sum(min(each, now) for _, each in waiting))
+        raise _Full(reason, self.order.cost)
 
     def _retry_after(self, request: PendingRequest, leaving: float, now: float) -> int:
         """Return the seconds after which a refused request is likely to be admitted, at least 1.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -125,6 +126,7 @@ class Batcher:
         repeats: bool = True,
         timing: Timing | None = None,
         answered: Callable[[Sequence[PrefillPart]], None] | None = None,
+        seconds: float = math.inf,
     ) -> asyncio.Future[PrefillResult]:
         """Queue the texts of a source and return a future of their result.
 
@@ -135,8 +137,9 @@ class Batcher:
         repeated sequences count the sequences. repeats: whether results of equal texts may be reused;
         otherwise the engine computes all texts, and stores their keys and values. timing: is told
         what happens to the request, also if the future fails. answered: called on the event loop with the
-        token ids of a request that was answered and may reuse attention maps. Cancelling the future removes
-        from the queue what still waits. Raises QueueFull at once if the texts do not fit into the queue, and
+        token ids of a request that was answered and may reuse attention maps. seconds: that the request may
+        take. Cancelling the future removes from the queue what still waits. Raises QueueFull at once if the
+        texts do not fit into the queue, or would be computed too late, and
         ShuttingDown after `close` has begun. The future fails with InputTooLong, NotFinite (naming a text) or
         InternalError.
         """
@@ -162,6 +165,7 @@ class Batcher:
             else None,
             timing or Timing(),
             answered=answered if maps else None,
+            seconds=seconds,
         )
         # A request whose token ids are wanted is tokenised.
         if request.names is not None and request.answered is None and isinstance(source, Texts):

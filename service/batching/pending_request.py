@@ -7,6 +7,7 @@ PendingRequest -> next_part, part by part -> slices, of which batches take what 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -175,6 +176,8 @@ class PendingRequest:
     answered: Callable[[Sequence[PrefillPart]], None] | None = None
     parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
     digest: bytes | None = None  # names the result for equal requests; None: it is not kept for them
+    seconds: float = math.inf  # that it may take from now on
+    guess: int = 0  # about how many tokens it adds to batches, before its texts are tokenised
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
@@ -202,6 +205,7 @@ class PendingRequest:
         """Guess how many tokens each of the sequences adds to a batch, before the texts are tokenised."""
         repeated = 1 if self.shares_prefixes else len(self.prompt.sequence_plans)
         self.guessed_each = self.source.characters * repeated / characters_per_token / self.count
+        self.guess = self.guessed_tokens
 
     @property
     def guessed_tokens(self) -> int:

@@ -5,15 +5,20 @@ No log line holds a text, an API key, a path of a client's choice or a query.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import orjson
 
+from service.ending import takes_lines
 from service.observability.finished import FinishedRequest
 
 LogFormat = Literal["text", "json"]
@@ -21,13 +26,71 @@ LogFormat = Literal["text", "json"]
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 _ACCESS_LOGGER = "service.access"
+# For a pipe that is full, until a line is dropped: of any thread, and of the thread of the access log.
+_SECONDS, _ACCESS_SECONDS = 0.05, 1.0
 # An attribute of log records: the requests that the lines of the record are about.
 _REQUESTS = "answered_requests"
 
 
+class LogHandler(logging.Handler):
+    """Writes lines to standard error. While nobody reads them, they are dropped: no thread waits for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = sys.stderr
+        self._dropped = 0
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a record, without a lock: others write while the thread of the access log waits."""
+        is_logged = bool(self.filter(record))
+        if is_logged:
+            self.emit(record)
+        return is_logged
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the lines of a record, and before them how many records were dropped."""
+        try:
+            lines = self.format(record)
+            if self._dropped:
+                lost = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+                told = {"msg": "%d messages are missing: nobody read the log", "args": (self._dropped,)}
+                lines = f"{self.format(logging.makeLogRecord(lost | told))}\n{lines}"
+            patience = _ACCESS_SECONDS if _answered(record) else _SECONDS
+            is_written = _written(self._stream, f"{lines}\n", 0.0 if self._dropped else patience)
+            self._dropped = 0 if is_written else self._dropped + 1
+        except Exception:
+            self.handleError(record)
+
+
+def _written(stream: TextIO, lines: str, seconds: float) -> bool:
+    """Write lines, each part within some seconds. Return whether all were written."""
+    try:
+        file = stream.fileno()
+    except (OSError, ValueError):
+        stream.write(lines)  # a test reads it
+        return True
+    with contextlib.suppress(OSError):
+        for part in _parts(lines.encode(errors="backslashreplace")):
+            if not takes_lines(file, seconds):
+                return False
+            while part:
+                part = part[os.write(file, part) :]
+        return True
+    return False
+
+
+def _parts(lines: bytes) -> Iterator[bytes]:
+    """Divide lines into parts that a pipe takes as a whole. Only a line that is longer is divided."""
+    while len(lines) > select.PIPE_BUF:
+        end = lines.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
+        yield lines[:end]
+        lines = lines[end:]
+    yield lines
+
+
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     """Log messages of this level and above to stderr, one line per message as far as they have one line."""
-    handler = logging.StreamHandler()
+    handler = LogHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Python's warnings would otherwise be lines of another format.

@@ -146,6 +146,7 @@ class Metrics:
             "queue_tokens", "Tokens that wait for the engine; of texts that are not tokenised yet, a guess"
         )
         self._results_bytes = self._gauge("results_bytes", "Bytes of the results that are kept")
+        self._keys: set[str] = set()  # whose names are shown
         self._key_requests = self._counter("key_requests", "Requests by the name of their API key", ("key",))
         self._key_tokens = self._counter(
             "key_tokens", "Tokens of all sequences that were requested, by the name of the API key", ("key",)
@@ -217,8 +218,17 @@ class Metrics:
         (counter or self._requests.labels(route, str(status))).inc()
         self._of_route[route].observe(seconds)
 
-    def watch_keys(self, names: Iterable[str]) -> None:
-        """Show these names of API keys from now on. They are the operator's, and not a client's."""
+    def watch_keys(self, names: Collection[str]) -> None:
+        """Show these names of API keys from now on, and no others. They are the operator's, not a client's.
+
+        With several workers, the files of their numbers keep other names until the server ends.
+        """
+        for name in self._keys.difference(names):
+            self._key_requests.remove(name)
+            self._key_tokens.remove(name)
+            for quota in _QUOTAS:
+                self.quota_refusals.remove(name, quota)
+        self._keys = set(names)
         for name in names:
             self._key_requests.labels(name)
             self._key_tokens.labels(name)

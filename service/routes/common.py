@@ -100,6 +100,7 @@ async def computed(
         repeats=repeats,
         timing=timing,
         answered=partial(sampling.offer, call.client.key) if sampling else None,
+        seconds=call.seconds_left,
     )
     call.timings.append(timing)
     return await call.wait(pending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -255,7 +256,7 @@ class Call:
         """Fail `pending` when the client leaves or the deadline passes."""
         error: AttnCacheError = ClientGone("the client left before its answer")
         try:
-            async with asyncio.timeout(self._seconds_left(self._seconds)):
+            async with asyncio.timeout(self.seconds_left):
                 await self._until_gone()
         except TimeoutError:
             error = self._overdue()
@@ -280,15 +281,24 @@ class Call:
                 raise ClientGone("the client left before its body was complete")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            self._count(size, maximum)
+            _require_small(size, maximum)
+            self._count(size)
             is_whole = not message.get("more_body", False)
-        return b"".join(chunks)
+        body = b"".join(chunks)
+        if not body.isascii():
+            # Each character of a text takes as many bytes in memory as the widest one, up to 4.
+            self._count(max(size, sys.getsizeof(body.decode(errors="ignore"))))
+        return body
 
-    def _count(self, size: int, maximum: int) -> None:
-        """Count this many bytes of the body as in flight. Raises BodyTooLarge, and QueueFull."""
-        _require_small(size, maximum)
+    def _count(self, size: int) -> None:
+        """Count this many bytes as in flight for the body. Raises QueueFull."""
         self.state.bodies.take(size - self.body_bytes)
         self.body_bytes = size
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until the request must be answered."""
+        return self._seconds_left(self._seconds)
 
     def _seconds_left(self, seconds: float) -> float:
         """Return the seconds until the request is this old; 0 if it is older."""

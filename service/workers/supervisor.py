@@ -23,7 +23,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import sys
@@ -134,8 +133,6 @@ class Supervisor:
                 *(listener.url, listener.name, len(self._places), self._settings.model),
             )
         self._places[0].start_at = time.monotonic()
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(_takes_a_line)
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: self._signals.append(number))
         try:
@@ -233,8 +230,6 @@ class Supervisor:
 
     def _forget_supervisor(self) -> None:
         """Let signals do what they do by default, until the server handles them. End with the supervisor."""
-        for handler in logging.getLogger().handlers:
-            handler.removeFilter(_takes_a_line)
         for number in _SIGNALS:
             # Files that SIGHUP asks to read again are read after this anyway.
             signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
@@ -294,16 +289,6 @@ class Supervisor:
         logger.error("%s%s; it starts again in %g seconds", why, reason, place.delay)
         place.start_at = now + place.delay
         place.delay = min(2 * place.delay, _MAX_DELAY_SECONDS)
-
-
-def _takes_a_line(_: logging.LogRecord) -> bool:
-    """Return whether standard error takes a line at once: nobody may read the log of a full pipe.
-
-    The supervisor has one thread, which must not wait for a reader. A worker's thread may.
-    """
-    with suppress(OSError, ValueError):
-        return bool(select.select([], [sys.stderr], [], 0)[1])
-    return True
 
 
 def _named(code: int) -> str:

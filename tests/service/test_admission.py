@@ -1,11 +1,16 @@
 """What the server accepts, how long a request may take, and how long one client can delay another."""
 
 import asyncio
+from functools import partial
+from types import SimpleNamespace
 
+import orjson
 import pytest
 from fake_engine import FakeEngine, begun, serving
 from queueing import CountingEngine, batching, hold, submit
 
+from service.batching.admission import Admission, Limits
+from service.batching.fair_order import FairOrder
 from service.errors import QueueFull
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +58,83 @@ async def test_tokens_that_wait_are_limited_and_one_request_is_always_accepted()
         await submit(batcher, ["y" * 60])
 
 
+def waiting(flow, tokens, seconds=60.0):
+    """Return a request as the queue has it: all its tokens are guessed, and wait."""
+    return SimpleNamespace(
+        flow=flow, guess=tokens, guessed_tokens=tokens, waiting_tokens=tokens, count=1, seconds=seconds
+    )
+
+
+def admission(order, speed=1000.0):
+    """Return an admission to a queue that computes this number of tokens per second, 100 in a batch."""
+    limits = Limits(batch_tokens=100, batch_sequences=64, queue_sequences=100, request_tokens=10**9)
+    return Admission(limits, order, SimpleNamespace(tokens_per_second=speed))
+
+
+@pytest.mark.parametrize("clients", [2, 8, 40])
+def test_large_requests_that_take_turns_are_answered_in_time_or_refused(clients):
+    """Clients send one request after the other, each of 15 seconds alone, and wait as they are told."""
+    order, now, running, free = FairOrder(), 0.0, {}, dict.fromkeys(range(clients), 0.0)
+    deciding, answered, refused = admission(order), 0, 0
+    while now < 600:
+        for client, at in list(free.items()):
+            if at <= now:
+                request = waiting((client,), 15_000)
+                try:
+                    deciding.require(request, len(running), int(order.cost), now)
+                except QueueFull as full:
+                    refused += 1
+                    free[client] = now + full.retry_after_seconds
+                else:
+                    running[client] = request, now
+                    order.add(request, request.flow)
+                    order.count(request.flow, request.guess)
+                    del free[client]
+        now += 0.5
+        for client, (request, since) in list(running.items()):
+            served = min(request.waiting_tokens, 500 // len(running))  # all get as much
+            request.waiting_tokens -= served
+            order.count(request.flow, -served)
+            if not request.waiting_tokens:
+                assert now - since <= 60
+                answered += 1
+                order.remove(request, request.flow)
+                del running[client]
+                free[client] = now
+    assert answered > 500 / 15
+    assert (refused > 0) == (clients > 3)
+
+
+@pytest.mark.parametrize(
+    ("others", "tokens", "is_admitted"),
+    [
+        ([], 90_000, True),  # too large for its time, though it is alone
+        ([(("a",), 50)], 90_000, True),
+        ([(("a",), 59_000)], 90_000, True),
+        ([(("a",), 59_000)], 20_000, True),
+        ([(("a",), 59_000)], 25_000, False),
+        ([(("a",), 59_000)], 100, True),  # fits into a batch
+        ([(("me",), 29_000)], 20_000, False),  # those of the same flow come first
+        ([(("me",), 27_000)], 20_000, True),
+        ([(("me", 2), 59_000)], 20_000, True),  # another connection of the same key
+        ([(("a", 1), 20_000), (("a", 2), 20_000)], 25_000, False),  # one key
+        ([(("a", 1), 20_000), (("a", 2), 20_000)], 23_000, True),
+    ],
+)
+def test_work_before_the_end_of_a_large_request_follows_the_turns(others, tokens, is_admitted):
+    order = FairOrder()
+    for flow, size in others:
+        order.add(waiting(flow, size), flow)
+        order.count(flow, size)
+    decide = partial(admission(order).require, waiting(("me",), tokens), len(others), int(order.cost), 0.0)
+    if is_admitted:
+        decide()
+    else:
+        with pytest.raises(QueueFull, match="take turns with others for about") as refused:
+            decide()
+        assert 1 <= refused.value.retry_after_seconds <= 59
+
+
 async def test_bytes_in_flight_are_limited():
     engine = FakeEngine()
     async with serving(engine, max_inflight_bytes=3000) as client:
@@ -69,6 +151,15 @@ async def test_bytes_in_flight_are_limited():
         engine.may_run.set()
         assert {(await task).status_code for task in held} == {200}
         assert (await client.post("/embed", json=large)).status_code == 200
+
+
+async def test_body_counts_as_its_texts_take_memory():
+    """One character beyond the usual ones makes all others of a text as wide."""
+    async with serving(max_inflight_bytes=10_000) as client:
+        for text, status in (("x" * 5000, 200), ("é" * 3000, 200), ("x" * 5000 + "🙂", 429)):
+            response = await client.post("/embed", content=orjson.dumps({"inputs": text}))
+            assert response.status_code == status
+        assert client._transport.app.state.service.bodies.taken == 0
 
 
 async def test_overdue_request_is_dropped_and_the_next_one_served():

@@ -2,7 +2,10 @@
 
 import io
 import logging
+import os
 import re
+import threading
+import time
 from contextlib import contextmanager, redirect_stderr
 from datetime import datetime
 
@@ -20,9 +23,9 @@ ID = "X-Request-Id"
 
 
 @contextmanager
-def logging_to_stream(level, log_format="text"):
+def logging_to_stream(level, log_format="text", stream=None):
     """Yield what the server logs to stderr. pytest's handlers are taken away, which would be in the way."""
-    root, stream = logging.getLogger(), io.StringIO()
+    root, stream = logging.getLogger(), stream or io.StringIO()
     handlers, before = root.handlers[:], root.level
     root.handlers.clear()
     try:
@@ -106,6 +109,45 @@ def test_json_lines_are_objects_with_time_level_logger_message_and_stack():
     assert said == {"level": "info", "logger": "service.test", "message": "3 segments of\n\\udcff"}
     assert "ValueError: broken\nfile" in failed["exception"]
     assert (warned["logger"], warned["level"]) == ("py.warnings", "warning")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nobody_waits_for_whoever_does_not_read_the_log(log_format):
+    """Lines are dropped while a pipe is full, and counted once it is read again."""
+    logger, (reading, writing) = logging.getLogger("service.test"), os.pipe()
+    with open(reading, "rb") as read, open(writing, "w") as written:
+        with logging_to_stream("info", log_format, written):
+            for number in range(2000):  # more than a pipe holds
+                logger.info("message %d %s", number, "x" * 100)
+            log_access([ANSWERED] * 1000)
+            before = read.read1(2**20)
+            logger.info("y" * 10_000)
+        os.set_blocking(reading, False)
+        after = read.read1(2**20)
+    kept = before.count(b"message ")
+    assert 0 < kept < 2000
+    assert before.endswith(b"\n")
+    missing, last = after.decode().splitlines()
+    assert f"{2000 - kept + 1} messages are missing: nobody read the log" in missing
+    assert "y" * 10_000 in last
+
+
+def test_slow_reader_gets_every_line_of_the_access_log():
+    reading, writing = os.pipe()
+    found = []
+    with open(reading, "rb") as read:
+
+        def follow():
+            while part := read.read1(4096):
+                time.sleep(0.001)
+                found.append(part)
+
+        reader = threading.Thread(target=follow)
+        reader.start()
+        with open(writing, "w") as written, logging_to_stream("info", "json", written):
+            log_access([ANSWERED] * 2000)
+        reader.join()
+    assert len([orjson.loads(line) for line in b"".join(found).splitlines()]) == 2000
 
 
 def test_messages_of_uvicorn_are_lines_of_the_same_format():

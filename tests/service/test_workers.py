@@ -18,8 +18,6 @@ from fake_engine import embedding_of
 from raw_http import PATIENCE_SECONDS, make_certificate, post, read_response, wait_until
 from server_process import get, is_running
 
-from service.workers import supervisor
-
 SPREAD = 24
 KEY, ADMIN_KEY, NEW_KEY = "k" * 20, "a" * 20, "n" * 20
 ADMIN = b"X-API-Key: " + ADMIN_KEY.encode()
@@ -300,16 +298,3 @@ def test_worker_that_cannot_start_ends_all_with_its_error(servers):
     assert "Traceback" not in refuses.log
     assert fails.log.splitlines()[-1] == "failed with RuntimeError"
     assert fails.log.count("loading failed") == 1
-
-
-def test_supervisor_drops_the_lines_of_a_log_that_nobody_reads(monkeypatch):
-    reading, writing = os.pipe()
-    with open(reading, "rb") as read, open(writing, "wb", buffering=0) as written:
-        monkeypatch.setattr(supervisor.sys, "stderr", written)
-        assert supervisor._takes_a_line(None)
-        os.set_blocking(writing, False)
-        while written.write(b"x" * 1024):
-            pass
-        assert not supervisor._takes_a_line(None)
-        read.read(2**14)
-        assert supervisor._takes_a_line(None)
