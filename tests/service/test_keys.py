@@ -510,6 +510,17 @@ async def test_request_that_was_not_counted_when_it_began_is_not_subtracted_when
         assert (await held).status_code == 200
 
 
+async def test_metrics_show_the_keys_of_the_file_and_no_others(tmp_path):
+    path = keys_file(tmp_path, f"one {ONE}\nops {OPS} admin\n")
+    async with serving(api_keys=path) as client:
+        await ask(client, ONE)
+        keys_file(tmp_path, f"two {TWO}\nops {OPS} admin\n")
+        reload_all(client._transport.app.state.service.reloads)
+        shown = (await client.get("/metrics", headers=bearer(OPS))).text
+    assert '{key="two"} 0.0' in shown
+    assert 'key="one"' not in shown
+
+
 async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
     """Many texts of one key delay a text of another key by at most a batch; see test_batcher."""
     engine = FakeEngine()
@@ -634,17 +645,6 @@ def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, caplog
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("a bug"), MemoryError()])
-async def test_metrics_show_the_keys_of_the_file_and_no_others(tmp_path):
-    path = keys_file(tmp_path, f"one {ONE}\nops {OPS} admin\n")
-    async with serving(api_keys=path) as client:
-        await ask(client, ONE)
-        keys_file(tmp_path, f"two {TWO}\nops {OPS} admin\n")
-        reload_all(client._transport.app.state.service.reloads)
-        shown = (await client.get("/metrics", headers=bearer(OPS))).text
-    assert '{key="two"} 0.0' in shown
-    assert 'key="one"' not in shown
-
-
 def test_whatever_a_reload_raises_the_others_follow(error, caplog):
     calls = []
 
