@@ -48,7 +48,7 @@ class Watchdog:
         self._asked_loop_at: float | None = None  # None: the event loop has answered
         self._reported = Condition.FINE
         self._stop = threading.Event()
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115
+        self._nowhere = os.open(os.devnull, os.O_WRONLY) if exit_when_stuck else -1
 
     def begin(self) -> None:
         """Note that this thread begins a batch."""
