@@ -165,6 +165,7 @@ class Batcher:
             else None,
             timing or Timing(),
             answered=answered if maps else None,
+            longest=engine.tokenizer.max_tokens,
             seconds=seconds,
         )
         # A request whose token ids are wanted is tokenised.

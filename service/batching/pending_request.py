@@ -176,6 +176,7 @@ class PendingRequest:
     answered: Callable[[Sequence[PrefillPart]], None] | None = None
     parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
     digest: bytes | None = None  # names the result for equal requests; None: it is not kept for them
+    longest: float = math.inf  # tokens of a sequence, which is cut beyond
     seconds: float = math.inf  # that it may take from now on
     guess: int = 0  # about how many tokens it adds to batches, before its texts are tokenised
     queued: bool = False  # whether it is in the queue
@@ -204,7 +205,8 @@ class PendingRequest:
     def guess_tokens(self, characters_per_token: float) -> None:
         """Guess how many tokens each of the sequences adds to a batch, before the texts are tokenised."""
         repeated = 1 if self.shares_prefixes else len(self.prompt.sequence_plans)
-        self.guessed_each = self.source.characters * repeated / characters_per_token / self.count
+        each = self.source.characters * repeated / characters_per_token / self.count
+        self.guessed_each = min(each, self.longest)
         self.guess = self.guessed_tokens
 
     @property

@@ -349,9 +349,12 @@ class RequestQueue:
         return request.tokenized - before - len(piece)
 
     def _note_length(self, request: PendingRequest) -> None:
-        """Add a request to the mean of characters per token. The caller must hold the lock."""
-        if request.is_tokenized:
-            tokens = request.timing.tokens / request.count
+        """Add a request to the mean of characters per token. The caller must hold the lock.
+
+        Texts that were cut say nothing about the characters of a token.
+        """
+        tokens = request.timing.tokens / request.count
+        if request.is_tokenized and tokens < request.longest:
             measured = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
             self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)

@@ -58,6 +58,21 @@ async def test_tokens_that_wait_are_limited_and_one_request_is_always_accepted()
         await submit(batcher, ["y" * 60])
 
 
+async def test_texts_that_are_cut_count_as_they_are_computed():
+    engine = FakeEngine()
+    async with batching(engine, queue_tokens=1000) as batcher:
+        busy = await hold(engine, batcher)
+        cut = [submit(batcher, ["x" * 20_000] * 4) for _ in range(3)]  # 64 tokens of each text
+        engine.may_run.set()
+        await asyncio.gather(busy, *cut)
+        # Nor are they a measure of other texts.
+        busy = await hold(engine, batcher)
+        submit(batcher, ["z" * 60] * 20)
+        assert batcher.waiting_tokens >= 200
+        engine.may_run.set()
+        await busy
+
+
 def waiting(flow, tokens, seconds=60.0):
     """Return a request as the queue has it: all its tokens are guessed, and wait."""
     return SimpleNamespace(
