@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
+import stat
 import sys
 import threading
 from types import FrameType
@@ -22,11 +22,15 @@ _MAX_LOG_SECONDS = 1.0
 _STANDARD_ERROR = 2
 
 
-def takes_lines(file: int = _STANDARD_ERROR, seconds: float = 0.0) -> bool:
-    """Return whether a file takes a line, at once or within some seconds; False: it is a pipe, and full."""
-    with contextlib.suppress(OSError, ValueError):
-        return bool(select.select([], [file], [], seconds)[1])
-    return True
+def unblocked(file: int = _STANDARD_ERROR) -> int:
+    """Return a file to write to that nobody waits for: of a pipe, an opening of its own; else the same file.
+
+    Of a pipe that is full, it raises BlockingIOError. Other processes keep their way to write to the pipe.
+    """
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(file).st_mode):
+            return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK)
+    return file
 
 
 def end_process(code: int, reason: str | None = None) -> NoReturn:

@@ -146,9 +146,9 @@ class ObjectFolder:
         if url.startswith("http"):
             user, _, host = urlsplit(url).netloc.rpartition("@")
             if user:  # obstore does not send it
-                client["default_headers"] = {
-                    "authorization": f"Basic {b64encode(unquote_to_bytes(user)).decode()}"
-                }
+                name, _, password = user.partition(":")
+                sent = b64encode(unquote_to_bytes(f"{name}:{password}")).decode()
+                client["default_headers"] = {"authorization": f"Basic {sent}"}
             return store.HTTPStore.from_url(urlunsplit(urlsplit(url)._replace(netloc=host)), **limits)
         return store.from_url(urlunsplit(urlsplit(url)._replace(query="")), **limits, config=config)
 

@@ -161,6 +161,8 @@ class Checkpoint:
         """
         family = self.config.get("model_type")
         usual = _USUAL_POSITIONS if family in _LEARNED_POSITIONS else None
+        # The second name is that of NomicBERT's files.
+        usual = self.config.get("n_positions", usual) if family == "nomic_bert" else usual
         positions: int | None = self.config.get("max_position_embeddings", usual)
         if positions is None or family not in _POSITIONS_AFTER_PADDING:
             return positions

@@ -104,7 +104,8 @@ class QuotaUse:
     async def take(self, tokens: int) -> int:
         """Take about as many tokens as a request will have, until it ends. Returns how many were taken.
 
-        Raises QuotaExceeded if none are left, because requests in flight have taken them.
+        Raises QuotaExceeded if none are left, because requests in flight have taken them. The request that is
+        refused then counts as none of `requests_per_minute`.
         """
         if self._quotas.tokens_per_minute is None:
             return 0
@@ -117,7 +118,15 @@ class QuotaUse:
             taken = min(tokens, math.floor(used.tokens.level))
             used.tokens.level -= taken
 
-        return taken if await self._change(_Change(count)) else 0
+        def give_back(used: _Used) -> None:
+            if used.requests is not None:
+                used.requests.level += 1
+
+        try:
+            return taken if await self._change(_Change(count)) else 0
+        except QuotaExceeded:
+            await self._change(_Change(give_back))
+            raise
 
     async def end(self, tokens: int, *, taken: int | None = 0) -> None:
         """Count the end of a request. tokens: of all that was computed, or begun, for the request.

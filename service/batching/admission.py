@@ -37,7 +37,7 @@ _ROUNDS = 15
 # The first batches of a process are slow.
 _MIN_ROUNDS = 3
 # The part of a request's time that may be planned for: guesses of tokens and speeds err.
-_PLANNED = 0.8
+_PLANNED = 0.9
 # The longest time that a request is told because of requests that were refused before it. Some never come
 # back, and a client that is refused once should not wait for all requests of another client that floods.
 _MAX_CROWD_SECONDS = 20.0
@@ -165,7 +165,7 @@ class Admission:
             return  # or it is too large even if it were alone, which its deadline tells
         reason = (
             f"this request would take turns with others for about {needed / speed:.0f} seconds, and may take "
-            f"{request.seconds:.0f}"
+            f"{request.seconds:.0f}: send fewer texts at once, or allow more time"
         )
         waiting = sorted(others.values(), key=lambda counted: counted[1])
         for first, now in waiting:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import orjson
 
-from service.ending import takes_lines
+from service.ending import unblocked
 from service.observability.finished import FinishedRequest
 
 LogFormat = Literal["text", "json"]
@@ -38,7 +38,10 @@ class LogHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._stream = sys.stderr
-        self._dropped = 0
+        self._file: int | None = None  # None: standard error is no file, as in tests
+        with contextlib.suppress(OSError, ValueError):
+            self._file = unblocked(self._stream.fileno())
+        self._dropped = 0  # lines
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Write a record, without a lock: others write while the thread of the access log waits."""
@@ -48,35 +51,47 @@ class LogHandler(logging.Handler):
         return is_logged
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the lines of a record, and before them how many records were dropped."""
+        """Write the lines of a record, and before them how many lines were dropped."""
         try:
-            lines = self.format(record)
+            told = lines = self.format(record)
             if self._dropped:
-                lost = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
-                told = {"msg": "%d messages are missing: nobody read the log", "args": (self._dropped,)}
-                lines = f"{self.format(logging.makeLogRecord(lost | told))}\n{lines}"
+                missing = "%d lines are missing: they could not be written"
+                warning = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+                lost = logging.makeLogRecord(warning | {"msg": missing, "args": (self._dropped,)})
+                told = f"{self.format(lost)}\n{lines}"
             patience = _ACCESS_SECONDS if _answered(record) else _SECONDS
-            is_written = _written(self._stream, f"{lines}\n", 0.0 if self._dropped else patience)
-            self._dropped = 0 if is_written else self._dropped + 1
+            left = self._write(f"{told}\n", 0.0 if self._dropped else patience)
+            self._dropped = self._dropped + min(left, lines.count("\n") + 1) if left else 0
         except Exception:
             self.handleError(record)
 
+    def _write(self, lines: str, seconds: float) -> int:
+        """Write lines, each part within some seconds. Return how many lines were not written."""
+        if self._file is None:
+            self._stream.write(lines)
+            return 0
+        content = lines.encode(errors="backslashreplace")
+        for part in _parts(content):
+            if not _is_written(self._file, part, seconds):
+                return content.count(b"\n")
+            content = content[len(part) :]
+        return 0
 
-def _written(stream: TextIO, lines: str, seconds: float) -> bool:
-    """Write lines, each part within some seconds. Return whether all were written."""
-    try:
-        file = stream.fileno()
-    except (OSError, ValueError):
-        stream.write(lines)  # a test reads it
-        return True
-    with contextlib.suppress(OSError):
-        for part in _parts(lines.encode(errors="backslashreplace")):
-            if not takes_lines(file, seconds):
+
+def _is_written(file: int, part: bytes, seconds: float) -> bool:
+    """Write a part. Return whether all of it was written; False: nobody reads a pipe, or a disk is full."""
+    last = time.monotonic() + seconds
+    while part:
+        try:
+            part = part[os.write(file, part) :]
+        except BlockingIOError:
+            left = last - time.monotonic()
+            if left <= 0:
                 return False
-            while part:
-                part = part[os.write(file, part) :]
-        return True
-    return False
+            select.select([], [file], [], left)
+        except OSError:
+            return False
+    return True
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:

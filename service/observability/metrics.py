@@ -223,7 +223,8 @@ class Metrics:
 
         With several workers, the files of their numbers keep other names until the server ends.
         """
-        for name in self._keys.difference(names):
+        removed = () if _MULTIPROCESS_FOLDER in os.environ else self._keys.difference(names)
+        for name in removed:
             self._key_requests.remove(name)
             self._key_tokens.remove(name)
             for quota in _QUOTAS:
@@ -237,6 +238,8 @@ class Metrics:
 
     def observe_key(self, name: str, tokens: int) -> None:
         """Count one request of an API key. tokens: of all its sequences."""
+        if name not in self._keys:
+            return  # its key was removed meanwhile
         self._key_requests.labels(name).inc()
         if tokens:
             self._key_tokens.labels(name).inc(tokens)

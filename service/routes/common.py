@@ -83,8 +83,7 @@ async def computed(
             "them",
             field="inputs",
         )
-    # A request is refused before its first texts are computed, or not at all.
-    if call.holder is not None and not call.timings:
+    if call.holder is not None:
         await call.count_in_quota(call.holder, serving.batcher.guess_tokens(source))
     timing = Timing()
     sampling = None if isinstance(source, Conversation) or not counted else call.state.sampling

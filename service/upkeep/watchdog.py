@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from enum import Enum
 
-from service.ending import end_process, takes_lines
+from service.ending import end_process, unblocked
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,8 @@ class Watchdog:
         self._asked_loop_at: float | None = None  # None: the event loop has answered
         self._reported = Condition.FINE
         self._stop = threading.Event()
-        self._nowhere = os.open(os.devnull, os.O_WRONLY) if exit_when_stuck else -1
+        # A dump into a pipe that nobody reads would never end.
+        self._last_words = unblocked() if exit_when_stuck else -1
 
     def begin(self) -> None:
         """Note that this thread begins a batch."""
@@ -114,9 +114,7 @@ class Watchdog:
         A thread of faulthandler that needs no lock does this, with exit code 1.
         """
         if self._exit_when_stuck and sys.__stderr__ is not None and not self._stop.is_set():
-            # A dump into a pipe that nobody reads would never end.
-            file = sys.__stderr__ if takes_lines() else self._nowhere
-            faulthandler.dump_traceback_later(2 * self.stuck_seconds, exit=True, file=file)
+            faulthandler.dump_traceback_later(2 * self.stuck_seconds, exit=True, file=self._last_words)
 
     def _report(self) -> None:
         condition, self._reported, before = self.condition, self.condition, self._reported

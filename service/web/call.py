@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -162,7 +163,7 @@ class Call:
             if tokens is None:
                 self.taken_tokens = 0 if await holder.use.begin() else None
             elif self.taken_tokens is not None:
-                self.taken_tokens = await holder.use.take(tokens)
+                self.taken_tokens += await holder.use.take(tokens)
         except QuotaExceeded as error:
             self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise
@@ -190,7 +191,12 @@ class Call:
         Raises BodyTooLarge, MalformedBody, InvalidInput, QueueFull if too many bytes are in flight, and
         ClientGone.
         """
-        return checked(await self._bytes() if self.content_read is None else self.content_read, schema)
+        body = await self._bytes() if self.content_read is None else self.content_read
+        read = checked(body, schema)
+        if not body.isascii() or b"\\u" in body:
+            # Each character of a text takes as many bytes in memory as the widest one, up to 4.
+            self._count(max(len(body), _bytes_of_texts(read.__dict__.values())))
+        return read
 
     async def content(self) -> bytes:
         """Read the request's body and keep it for `read`, without a check. Raises as `read`."""
@@ -284,16 +290,13 @@ class Call:
             _require_small(size, maximum)
             self._count(size)
             is_whole = not message.get("more_body", False)
-        body = b"".join(chunks)
-        if not body.isascii():
-            # Each character of a text takes as many bytes in memory as the widest one, up to 4.
-            self._count(max(size, sys.getsizeof(body.decode(errors="ignore"))))
-        return body
+        return b"".join(chunks)
 
     def _count(self, size: int) -> None:
         """Count this many bytes as in flight for the body. Raises QueueFull."""
-        self.state.bodies.take(size - self.body_bytes)
-        self.body_bytes = size
+        counted = min(size, self.state.bodies.maximum)
+        self.state.bodies.take(counted - self.body_bytes)
+        self.body_bytes = counted
 
     @property
     def seconds_left(self) -> float:
@@ -343,6 +346,17 @@ def number(text: str) -> float:
         return math.nan if "_" in text else float(text)
     except ValueError:
         return math.nan
+
+
+def _bytes_of_texts(values: Iterable[object]) -> int:
+    """Return the bytes that the texts among some values, and in lists among them, take in memory."""
+    texts = 0
+    for value in values:
+        if isinstance(value, str):
+            texts += sys.getsizeof(value)
+        elif isinstance(value, list | tuple):
+            texts += _bytes_of_texts(value)
+    return texts
 
 
 def _require_small(size: int, maximum: int) -> None:

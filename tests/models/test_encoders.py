@@ -141,6 +141,7 @@ def test_activation_with_weights_takes_those_of_the_checkpoint(tmp_path, config)
         ("roberta", {"max_position_embeddings": 514}, 512),
         ("roberta", {"max_position_embeddings": 514, "pad_token_id": 0}, 513),
         ("xlm-roberta", {"max_position_embeddings": 8194, "pad_token_id": 1}, 8192),
+        ("nomic_bert", {"n_positions": 8192}, 8192),
         ("camembert", {"max_position_embeddings": 514, "pad_token_id": 1}, 512),
         ("mpnet", {"max_position_embeddings": 514, "pad_token_id": 0}, 512),
         ("distilbert", {"max_position_embeddings": 512, "pad_token_id": 0}, 512),

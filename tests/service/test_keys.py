@@ -241,6 +241,20 @@ async def test_requests_at_once_exceed_the_quota_of_tokens_by_little():
     assert await use_of(Quotas(in_flight=1), clock).take(10**9) == 0
 
 
+async def test_request_that_a_guess_refuses_counts_as_none():
+    use = use_of(Quotas(requests_per_minute=3, tokens_per_minute=100), Clock())
+    for _ in range(2):
+        await use.begin()
+    assert await use.take(100) == 100
+    with pytest.raises(QuotaExceeded):
+        await use.take(100)
+    await use.end(0)
+    await use.end(0, taken=100)
+    for _ in range(2):
+        await use.begin()
+    assert (await refused(use))[0] == "requests_per_minute"
+
+
 async def test_quotas_that_change_and_change_back_count_all_that_is_in_flight():
     store = LocalStore()
     for _ in range(2):
@@ -445,6 +459,16 @@ async def test_requests_at_once_take_tokens_by_their_texts_as_far_as_these_are_c
         assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
         engine.may_run.set()
         assert [(await each).status_code for each in waiting] == [200] * 3
+
+
+async def test_requests_that_compute_twice_take_tokens_for_both(tmp_path):
+    """Labels that are compared by their embeddings are computed before the texts."""
+    engine = FakeEngine()
+    async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} tokens_per_minute=60\n")) as client:
+        body = {"inputs": ["c" * 200, "d" * 200], "labels": ["a", "b"]}
+        sent = [client.post("/classify", json=body, headers=bearer(ONE)) for _ in range(4)]
+        found = [response.status_code for response in await asyncio.gather(*sent)]
+    assert 0 < found.count(200) < 3
 
 
 async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(tmp_path):

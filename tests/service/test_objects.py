@@ -52,7 +52,11 @@ def test_urls_are_shown_without_secrets_and_refused_with_the_remedy(monkeypatch,
 @pytest.mark.parametrize(
     ("url", "environment", "reason"),
     [
-        ("s3://bucket/x?region=here", {}, "there are no credentials: the variables of the store are not set"),
+        (
+            f"s3://bucket/x?region=here&session_token={SECRET}",
+            {},
+            "there are no credentials: the variables of the store are not set",
+        ),
         ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "a"}, "SecretAccessKey is missing among the variables"),
         ("az://container/x", {}, r"the account is missing \(AZURE_STORAGE_ACCOUNT_NAME\)"),
         ("gs://bucket/x", {}, "the file of GOOGLE_APPLICATION_CREDENTIALS cannot be read"),
