@@ -43,6 +43,13 @@ class LogHandler(logging.Handler):
             self._file = unblocked(self._stream.fileno())
         self._dropped = 0  # lines
 
+    def close(self) -> None:
+        """Close what was opened."""
+        super().close()
+        if self._file is not None and self._file != self._stream.fileno():
+            os.close(self._file)
+            self._file = None
+
     def handle(self, record: logging.LogRecord) -> bool:
         """Write a record, without a lock: others write while the thread of the access log waits."""
         is_logged = bool(self.filter(record))

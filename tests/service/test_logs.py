@@ -33,6 +33,7 @@ def logging_to_stream(level, log_format="text", stream=None):
             configure_logging(level, log_format)
         yield stream
     finally:
+        root.handlers[0].close()
         root.handlers[:] = handlers
         root.setLevel(before)
         logging.captureWarnings(False)
@@ -142,11 +143,11 @@ def test_slow_reader_gets_every_line_of_the_access_log():
                 time.sleep(0.001)
                 found.append(part)
 
-        reader = threading.Thread(target=follow)
+        reader = threading.Thread(target=follow, daemon=True)
         reader.start()
         with open(writing, "w") as written, logging_to_stream("info", "json", written):
             log_access([ANSWERED] * 2000)
-        reader.join()
+        reader.join(60)
     assert len([orjson.loads(line) for line in b"".join(found).splitlines()]) == 2000
 
 
