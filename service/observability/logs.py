@@ -86,19 +86,13 @@ class LogHandler(logging.Handler):
 
 
 def _is_written(file: int, part: bytes, seconds: float) -> bool:
-    """Write a part. Return whether all of it was written; False: nobody reads a pipe, or a disk is full."""
+    """Write a part. Return whether all of it was written; False: nobody reads it, or a disk is full."""
     last = time.monotonic() + seconds
-    while part:
-        try:
-            part = part[os.write(file, part) :]
-        except BlockingIOError:
-            left = last - time.monotonic()
-            if left <= 0:
-                return False
-            select.select([], [file], [], left)
-        except OSError:
-            return False
-    return True
+    with contextlib.suppress(OSError):
+        while part and select.select([], [file], [], max(0.0, last - time.monotonic()))[1]:
+            with contextlib.suppress(BlockingIOError):  # another process was faster
+                part = part[os.write(file, part) :]
+    return not part
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:
