@@ -158,10 +158,10 @@ def test_slow_answers_are_asked_of_three_servers_at_most(cluster):
 
 def test_equal_keys_reach_one_server_and_different_keys_all(cluster):
     entrance, _, stubs = cluster
-    for number in range(30):
-        assert (
-            len({ask(entrance, {"session_id": f"s{number}", "append": str(n)}).text for n in range(3)}) == 1
-        )
+    # The ring has the servers at random places, so few keys may miss one of them.
+    for number, times in [(number, 3 if number < 30 else 1) for number in range(90)]:
+        found = {ask(entrance, {"session_id": f"s{number}", "append": str(n)}).text for n in range(times)}
+        assert len(found) == 1
     assert min(len(stub.requests) for stub in stubs) >= 9
     assert all("x-attncache-affinity" in headers for stub in stubs for _, headers, _ in stub.requests)
 
