@@ -22,10 +22,10 @@ _MAX_LOG_SECONDS = 1.0
 _STANDARD_ERROR = 2
 
 
-def unblocked(file: int = _STANDARD_ERROR) -> int:
-    """Return a file to write to that nobody waits for: of a pipe, an opening of its own; else the same file.
+def nonblocking(file: int = _STANDARD_ERROR) -> int:
+    """Return a new descriptor of a pipe, whose writes raise BlockingIOError while the pipe is full.
 
-    Of a pipe that is full, it raises BlockingIOError. Other processes keep their way to write to the pipe.
+    Others who write to the pipe still wait for its reader. A file that is no pipe is returned as it is.
     """
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(file).st_mode):

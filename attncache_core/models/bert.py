@@ -54,7 +54,7 @@ _ROTARY = EncoderNames(
     gate="mlp.gate_proj",
 )
 # What transformers computes NomicBERT and GTE with. It ignores these names, which publishers' files have.
-_GRANTED = {
+_EXPECTED = {
     "activation_function": "swiglu",
     "causal": False,
     "layer_norm_type": "layer_norm",
@@ -108,7 +108,7 @@ def rotary_bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler)
         "layer_norm_epsilon": config.layer_norm_eps,
         "rotary_emb_base": config.rope_parameters["rope_theta"],
     }
-    for name, value in (_GRANTED | read).items():
+    for name, value in (_EXPECTED | read).items():
         if (found := getattr(config, name, value)) != value:
             raise UnsupportedModel(
                 f"{name} in config.json is {found!r}; models of the family {config.model_type} are served "

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
-from service.ending import unblocked
+from service.ending import nonblocking
 from service.observability.finished import FinishedRequest
 
 LogFormat = Literal["text", "json"]
@@ -40,7 +40,7 @@ class LogHandler(logging.Handler):
         self._stream = sys.stderr
         self._file: int | None = None  # None: standard error is no file, as in tests
         with contextlib.suppress(OSError, ValueError):
-            self._file = unblocked(self._stream.fileno())
+            self._file = nonblocking(self._stream.fileno())
         self._dropped = 0  # lines
 
     def close(self) -> None:

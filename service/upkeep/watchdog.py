@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from enum import Enum
 
-from service.ending import end_process, unblocked
+from service.ending import end_process, nonblocking
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Watchdog:
         self._reported = Condition.FINE
         self._stop = threading.Event()
         # A dump into a pipe that nobody reads would never end.
-        self._last_words = unblocked() if exit_when_stuck else -1
+        self._last_words = nonblocking() if exit_when_stuck else -1
 
     def begin(self) -> None:
         """Note that this thread begins a batch."""
