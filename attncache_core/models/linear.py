@@ -11,7 +11,7 @@ from torch import nn
 
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
-from attncache_core.models.quantized import QUANTIZED, Int8Linear, QuantizedLinear
+from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
 from attncache_core.models.smoothing import smoothing_of
 
 # The quantisation of the model that is being built. A context variable and not a parameter of every layer, so
@@ -49,7 +49,7 @@ class ActivatedLinear:
         return product if residual is None else product + residual
 
 
-Linear = PackedLinear | QuantizedLinear | ActivatedLinear
+Linear = PackedLinear | ActivatedLinear
 
 
 @contextmanager
@@ -74,9 +74,14 @@ def packed_linear(
     UnsupportedModel if this processor cannot compute with the quantisation.
     """
     quantization = _quantization.get()
-    if quantization is Quantization.INT8:
-        return Int8Linear(weight, bias, activation, smoothing)
-    return (QUANTIZED[quantization] if quantization else PackedLinear)(weight, bias, activation)
+    match quantization:
+        case Quantization.INT8:
+            return Int8Linear(weight, bias, activation, smoothing)
+        case Quantization.INT8_WEIGHT_ONLY:
+            return Int8WeightOnlyLinear(weight, bias, activation)
+        case Quantization.INT4:
+            return Int4Linear(weight, bias, activation)
+    return PackedLinear(weight, bias, activation)
 
 
 def packed(

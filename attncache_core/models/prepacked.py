@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from attncache_core.native.products import packed_products
+from attncache_core.native.products import PackedMatrix, packed_products
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
@@ -36,32 +36,33 @@ class PackedLinear:
     ) -> None:
         self.outputs, self.inputs = weight.shape
         self._dtype, self._activation = weight.dtype, activation
-        self.packed = packed_products(weight, bias)
-        if self.packed:
-            return
-        # Copies, because the tensors of a checkpoint may be mapped from their file.
-        self._bias = None if bias is None else bias.detach().clone()
-        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
+        self.packed = self._pack(weight.detach(), bias)
+        # A copy, because the tensors of a checkpoint may be mapped from their file.
+        self._bias = None if self.packed or bias is None else bias.detach().clone()
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix | None:
+        """Pack the weight and bias; None: the weight is kept."""
+        packed = packed_products(weight, bias)
+        if packed is None:
+            self._weight = weight.clone(memory_format=torch.contiguous_format)
+        return packed
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight before it was packed, [outputs, inputs]."""
-        if self.packed:
-            return self.packed.weight.to(self._dtype)
-        return self._weight
+        """The weight as it is multiplied, in the compute dtype, [outputs, inputs]."""
+        return self.packed.weight.to(self._dtype) if self.packed else self._weight
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The bias, [outputs]."""
-        if self.packed:
-            return None if self.packed.bias is None else self.packed.bias.to(self._dtype)
-        return self._bias
+        bias = self.packed.bias if self.packed else self._bias
+        return None if bias is None else bias.to(self._dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, inputs], residual: [rows, outputs] -> a new tensor [rows, outputs]."""
         if self.packed:
             return self.packed.multiply(x, self._activation, residual)
-        return plain_linear(x, self._weight, self._bias, self._activation, residual)
+        return plain_linear(x, self.weight, self._bias, self._activation, residual)
 
 
 def plain_linear(

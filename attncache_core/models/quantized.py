@@ -11,14 +11,11 @@ batch.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch.nn import functional
 
-from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.prepacked import plain_linear
+from attncache_core.models.prepacked import PackedLinear
 from attncache_core.native import compiled_off, products, rows
 from attncache_core.native.products import MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
 
@@ -26,31 +23,7 @@ from attncache_core.native.products import MIN_SCALE, MatrixKind, PackedMatrix, 
 _GROUP = 32
 
 
-class QuantizedLinear(ABC):
-    """A linear layer like PackedLinear, with its weight stored in fewer bits."""
-
-    smoothing: torch.Tensor | None = None  # see Int8Linear
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
-    ) -> None:
-        """weight: [outputs, inputs], bias: [outputs] or None, both of the compute dtype."""
-        self.outputs, self.inputs = weight.shape
-        self._dtype = weight.dtype
-        self.bias = None if bias is None else bias.detach().contiguous()
-        self._activation = activation
-
-    @property
-    @abstractmethod
-    def weight(self) -> torch.Tensor:
-        """The rounded weight in the compute dtype, [outputs, inputs]."""
-
-    @abstractmethod
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [rows, inputs], residual: [rows, outputs] -> a new tensor [rows, outputs]."""
-
-
-class Int8Linear(QuantizedLinear):
+class Int8Linear(PackedLinear):
     """Weights and rows of x rounded to 8 bits, multiplied as integers by the products of native/products.h.
 
     Raises UnsupportedModel on another device than the CPU, and without compiled code.
@@ -65,10 +38,12 @@ class Int8Linear(QuantizedLinear):
     ) -> None:
         """smoothing: float32 [inputs], factors of x before rounding, by which the weight is divided.
 
-        None: x is rounded as it is. weight, bias, activation: see QuantizedLinear.
+        None: x is rounded as it is. weight, bias, activation: see PackedLinear.
         """
-        super().__init__(weight, bias, activation)
         self.smoothing = smoothing
+        super().__init__(weight, bias, activation)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
         library = products.library() if weight.device.type == "cpu" else None
         if library is None:
             why = compiled_off() if weight.device.type == "cpu" else f"the device is {weight.device.type}"
@@ -76,56 +51,31 @@ class Int8Linear(QuantizedLinear):
                 f"int8 needs the compiled code for the processor: {why}; or quantize to int8-weight-only",
                 field="quantize",
             )
-        self.packed = PackedMatrix(library, MatrixKind.LEVELS, weight, bias, smoothing)
+        return PackedMatrix(library, MatrixKind.LEVELS, weight, bias, self.smoothing)
+
+
+class Int8WeightOnlyLinear(PackedLinear):
+    """Weights rounded to 8 bits, unpacked to the compute dtype for each product."""
+
+    def _pack(self, weight: torch.Tensor, _: torch.Tensor | None) -> None:
+        self._levels, self._scales = quantize_rows(weight.float())
 
     @property
     def weight(self) -> torch.Tensor:
-        """See QuantizedLinear."""
-        return self.packed.weight.to(self._dtype)
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See QuantizedLinear."""
-        return self.packed.multiply(x, self._activation, residual)
-
-
-class WeightOnlyLinear(QuantizedLinear):
-    """A weight in few bits, unpacked to the compute dtype for each product."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
-    ) -> None:
-        super().__init__(weight, bias, activation)
-        self._kernel = rows.kernel() if weight.device.type == "cpu" else None
-        self._pack(weight.detach().float())
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See QuantizedLinear."""
-        return plain_linear(x, self.weight, self.bias, self._activation, residual)
-
-    @abstractmethod
-    def _pack(self, weight: torch.Tensor) -> None:
-        """Quantise and store the float32 weight."""
-
-
-class Int8WeightOnlyLinear(WeightOnlyLinear):
-    """Weights rounded to 8 bits."""
-
-    def _pack(self, weight: torch.Tensor) -> None:
-        self._levels, self._scales = quantize_rows(weight)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """See QuantizedLinear."""
-        if self._kernel:
-            return self._kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
+        """See PackedLinear."""
+        if kernel := _kernel(self._levels):
+            return kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
         return (self._levels * self._scales[:, None]).to(self._dtype)
 
 
-class Int4Linear(WeightOnlyLinear):
-    """Weights rounded to 16 levels between the minimum and the maximum of each group of 32 inputs."""
+class Int4Linear(PackedLinear):
+    """Weights rounded to 16 levels between the minimum and the maximum of each group of 32 inputs.
 
-    def _pack(self, weight: torch.Tensor) -> None:
-        groups = functional.pad(weight, (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
+    Unpacked to the compute dtype for each product.
+    """
+
+    def _pack(self, weight: torch.Tensor, _: torch.Tensor | None) -> None:
+        groups = functional.pad(weight.float(), (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
         least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
         steps = ((greatest - least) / 15).clamp_(min=MIN_SCALE).bfloat16()
         levels = ((groups - least[..., None]) / steps.float()[..., None]).round_().clamp_(0, 15)
@@ -136,16 +86,13 @@ class Int4Linear(WeightOnlyLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """See QuantizedLinear."""
-        if self._kernel:
-            return self._kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
+        """See PackedLinear."""
+        if kernel := _kernel(self._levels):
+            return kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
         levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
         steps, least = self._steps.float()[..., None].unbind(dim=2)
         return (levels * steps + least).flatten(1)[:, : self.inputs].to(self._dtype).contiguous()
 
 
-QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
-    Quantization.INT8: Int8Linear,
-    Quantization.INT8_WEIGHT_ONLY: Int8WeightOnlyLinear,
-    Quantization.INT4: Int4Linear,
-}
+def _kernel(levels: torch.Tensor) -> rows.RowKernel | None:
+    return rows.kernel() if levels.device.type == "cpu" else None

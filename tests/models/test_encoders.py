@@ -40,6 +40,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
+from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
@@ -173,9 +174,14 @@ def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_pat
 
 
 @pytest.mark.parametrize(("labels", "computing"), [((), "operators"), (("a", "b"), "stack")])
-@pytest.mark.parametrize("name", [*FULL, "distilbert-relu", "mpnet"])
-def test_a_weight_file_that_is_rewritten_changes_no_answer(tmp_path, name, labels, computing):
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [(name, None) for name in (*FULL, "distilbert-relu", "mpnet")]
+    + [("roberta", Quantization.INT8_WEIGHT_ONLY), ("roberta", Quantization.INT4)],
+)
+def test_a_weight_file_that_is_rewritten_changes_no_answer(tmp_path, name, quantization, labels, computing):
     checkpoint = read_checkpoint(write_family(tmp_path, CASES[name].made(), labels))
+    checkpoint = replace(checkpoint, quantization=quantization)
     sequences = random_sequences([3, 9, 12])
     with attention_by(computing):
         expected = prefill(PrefillEngine.load(checkpoint, dtype="float32"), sequences).outputs

@@ -20,7 +20,7 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.vectors import cosines
-from attncache_core.models import load_model, quantized
+from attncache_core.models import linear, load_model, quantized
 from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
@@ -247,7 +247,7 @@ def embeddings(checkpoint, dtype=torch.float32, **options):
     batch = pack([random.integers(5, 30, length).tolist() for length in (2, 5, 9, 9, 30, 64)])
     model = load_model(checkpoint, dtype, **options)
     hidden = layers_output(model, batch, model.embed(batch))
-    return model.outputs(hidden, batch).representation.numpy()
+    return model.outputs(hidden, batch).numpy()
 
 
 @pytest.mark.parametrize("family", FULL)
@@ -269,7 +269,7 @@ def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch
             made.append(weight.numel())
             super().__init__(weight, bias, activation)
 
-    monkeypatch.setitem(quantized.QUANTIZED, Quantization.INT4, Noted)
+    monkeypatch.setattr(linear, "Int4Linear", Noted)
     folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
     load_model(replace(read_checkpoint(folder), quantization=Quantization.INT4), torch.float32)
     weights = load_file(folder / "model.safetensors")
