@@ -50,7 +50,7 @@ def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
     for first in range(0, len(sequences), 32):
         batch = pack(sequences[first : first + 32])
         hidden, _ = run_layers(model, batch, model.embed(batch), NO_REUSED_MAPS)
-        parts.append(batch.in_callers_order(model.outputs(hidden, batch).representation.numpy()))
+        parts.append(batch.in_callers_order(model.outputs(hidden, batch).numpy()))
     return np.concatenate(parts)
 
 

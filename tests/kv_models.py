@@ -37,8 +37,8 @@ def prefix_key(ids, salt=b"", *, skipped=0, max_given=None):
 def pooled_by(model, *modes):
     """Return the same model, whose outputs pool in these modes."""
     outputs = copy(model.outputs)
-    outputs._pool, outputs.modes = Pooler(modes), modes
-    found = replace(model, outputs=outputs, final=outputs)
+    outputs.pool = Pooler(modes)
+    found = replace(model, outputs=outputs)
     if "stack" in model.__dict__ and model.stack is None:
         found.__dict__["stack"] = None  # as the model was told
     return found

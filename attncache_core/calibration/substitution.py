@@ -99,7 +99,7 @@ def traced_forward(
     for number in range(len(model.layers)):
         inputs.append(hidden)
         hidden, _ = run_layers(model, batch, hidden, observed, range(number, number + 1))
-    return inputs, model.outputs(hidden, batch).rows.cpu().numpy()
+    return inputs, model.outputs(hidden, batch).cpu().numpy()
 
 
 @torch.inference_mode()
@@ -120,7 +120,7 @@ def substituted_outputs(
 
     layers = range(first_layer, len(model.layers))
     hidden, _ = run_layers(model, probes.batch, probes.hidden[first_layer], ObservedMaps(substitute), layers)
-    return model.outputs(hidden, probes.batch).rows.cpu().numpy()
+    return model.outputs(hidden, probes.batch).cpu().numpy()
 
 
 def collect_maps(model: PackedModel, batch: TokenBatch) -> BatchMaps:

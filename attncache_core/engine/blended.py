@@ -230,12 +230,11 @@ def _result(
 
     cached: tokens of each chunk that were stored before. computed: tokens of other chunks.
     """
-    assert model.final is not None
     # Every layer computed the tokens behind the chunks, unless they belong to the exact beginning.
     end = max(chunk.first + chunk.length for chunk in blend.chunks)
     first = min(max(end, found.exact_tokens), len(request.ids) - 1)
     states = empty_states(1, model.hidden_size)
-    states[0, LAST] = model.final.states(found.hidden[-1:]).cpu().numpy()
+    states[0, LAST] = model.outputs.states(found.hidden[-1:]).cpu().numpy()
     outputs = outputs_of(model, states, np.array([len(request.ids)]), np.zeros(1, np.int64))
     read = _one_run(torch.tensor(request.ids[first:]), first)
     of_targets = log_probabilities(model, read, found.hidden[-len(read.ids) :], [request])

@@ -18,7 +18,7 @@ from attncache_core.engine.layers import NO_REUSED_MAPS, rows_of, run_layers, st
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import BatchReport, PrefillResult
 from attncache_core.engine.targets import log_probabilities
-from attncache_core.heads.running import LAST, pooled
+from attncache_core.heads.running import pooled
 from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
 from attncache_core.native.stack import StackRows
@@ -105,8 +105,7 @@ _NOTHING = np.zeros(1, np.int64)  # the offsets of no run, and of no tree
 
 def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Computed:  # noqa: ARG001
     """Compute a plan layer by layer, and write the slots and states of new blocks."""
-    final, batch = model.final, plan.batch
-    assert final is not None
+    batch = plan.batch
     if batch is None:
         plan.wait_until_loaded()
         outputs = outputs_of(model, plan.given_states(), plan.lengths, plan.skipped)
@@ -115,7 +114,7 @@ def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Com
         model.stack.wake(compiled_threads())
     rows, seconds = run_layers(model, batch.on(model.device), None, NO_REUSED_MAPS, slots=plan.slots())
     plan.wait_until_loaded()
-    states = plan.states(final.states(rows).cpu().numpy())
+    states = plan.states(model.outputs.states(rows).cpu().numpy())
     outputs = outputs_of(model, states, plan.lengths, plan.skipped)
     finite = np.isfinite(outputs).all(axis=1)
     is_finite = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
@@ -131,11 +130,5 @@ def outputs_of(
     states: float32 [sequences, 5, width]; see heads/running.py. lengths: the tokens of each sequence.
     skipped: of these tokens, at the front, the tokens that pooling leaves out.
     """
-    assert model.final is not None
-    logits = model.final.logits(torch.from_numpy(states[:, LAST]).to(model.device))
-    if logits is not None:
-        return logits.cpu().numpy()
-    vectors = pooled(states, lengths, skipped, model.final.modes)
-    if model.embedding_head is None:
-        return vectors
-    return model.embedding_head(torch.from_numpy(vectors).to(model.device)).cpu().numpy()
+    vectors = pooled(states, lengths, skipped, model.outputs.pool.modes)
+    return model.outputs.of_vectors(torch.from_numpy(vectors).to(model.device)).cpu().numpy()

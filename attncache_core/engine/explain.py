@@ -184,7 +184,7 @@ def _with_record(
     plan.similarities[:] = found.chosen.similarity
     try:
         hidden, _ = run_layers(model, batch, None, reused_by(plan, model, batch))
-        with_reuse = model.outputs(hidden, batch).rows.cpu().numpy()
+        with_reuse = model.outputs(hidden, batch).cpu().numpy()
         reused_maps = [
             segment.layer_maps(record, number, layer.reused_heads).float().numpy().copy()
             for number, layer in enumerate(model.layers)

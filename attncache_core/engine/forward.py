@@ -99,7 +99,7 @@ def forward_pass(
         first = layers.stop
     if outputs is None:
         assert hidden is not None
-        outputs = model.outputs(hidden, batch).rows.cpu().numpy()
+        outputs = model.outputs(hidden, batch).cpu().numpy()
         finite = finite_sequences(batch, hidden, outputs)
     changed = [segment for segment in segments if not segment.is_as_checked(changes[segment.length])]
     if changed:

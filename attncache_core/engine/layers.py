@@ -102,7 +102,7 @@ def run_to_outputs(
     assert model.compiled_outputs is not None
     tree, none = batch.tree, np.zeros(0, np.int64)
     lengths = batch.lengths if tree is None else tree.lengths
-    skipped = model.compiled_outputs.skipped(lengths, batch.prompt_tokens)
+    skipped = model.compiled_outputs.pool.skipped(lengths, batch.prompt_tokens)
     pooling = None
     if tree is not None:
         no_states = np.zeros(len(lengths), np.uint64)

@@ -216,7 +216,7 @@ class PrefillEngine:
         """The dimensions of an embedding; None if the model gives classes or label logits."""
         if self.checkpoint.task != "embed":
             return None
-        head = self.model.embedding_head
+        head = self.model.outputs.pool.head
         return head.dimensions if head else self.model.hidden_size * len(self.checkpoint.pooling.modes)
 
     @property

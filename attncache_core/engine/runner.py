@@ -162,7 +162,7 @@ class Runner:
         offsets = batch.offsets
         lengths = np.diff(offsets)
         require_tokens(lengths)
-        skipped = outputs_of.skipped(lengths, batch.prompt_tokens(self.prompt_tokens))
+        skipped = outputs_of.pool.skipped(lengths, batch.prompt_tokens(self.prompt_tokens))
         rows = StackRows(offsets, ids=batch.ids, types=batch.types, skipped=skipped)
         outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
         return PrefillResult(
@@ -249,7 +249,7 @@ class Runner:
         groups: list[Hashable] = [request.group for request in requests]
         if outputs := self.model.compiled_outputs:
             lengths = np.array([len(ids) for ids in sequences])
-            skipped = outputs.skipped(lengths, np.array(prompt_tokens))
+            skipped = outputs.pool.skipped(lengths, np.array(prompt_tokens))
             if skipped is not None:
                 # The stack pools the tokens that the sequences of a tree share once, for all of them.
                 groups = list(zip(groups, skipped.tolist(), strict=True))

@@ -54,5 +54,5 @@ def token_states(
     for place, index in enumerate(batch.order.tolist()):
         if requests[index].reads_states:
             rows = hidden[int(batch.offsets[place]) : int(batch.offsets[place + 1])]
-            found[index] = model.token_states(rows).cpu().numpy()
+            found[index] = model.outputs.states(rows).cpu().numpy()
     return found

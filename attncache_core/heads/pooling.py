@@ -21,32 +21,13 @@ class Pooler:
     # Tokens at the front of a sequence that are left out; None: no token is. The mode "lasttoken" never
     # leaves a token out, and "weightedmean" keeps the weights of the original positions.
     prompt_tokens: int | None = None
-    head: EmbeddingHead | None = None  # applied to the pooled vectors
+    head: EmbeddingHead | None = None  # of the pooled vectors
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return one vector per sequence of [tokens, hidden], float32 [sequences, d], in packed order.
+        """Return one vector per sequence, float32 [sequences, modes * hidden], in packed order.
 
         Raises ValueError if a mode is unknown.
         """
-        return self.finish(self._pooled(hidden, batch))
-
-    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of sequences, float32 [n, d], from pooled ones, float32 [n, modes * hidden]."""
-        return vectors if self.head is None else self.head(vectors)
-
-    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
-        """Return the tokens at the front of each sequence that are left out, int64 [n]; None: no token is.
-
-        lengths: of the sequences. prompt_tokens: of each sequence, if prompts differ. At least one token
-        remains: if a text adds no token to its prompt, its last token is pooled.
-        """
-        if self.prompt_tokens is None:
-            return None
-        return np.minimum(self.prompt_tokens if prompt_tokens is None else prompt_tokens, lengths - 1)
-
-    def _pooled(self, hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        if self.modes == ("lasttoken",):
-            return hidden[torch.from_numpy(batch.last_rows)].float()
         batch, hidden = batch.apart(hidden)
         hidden, skipped = hidden.float(), self.skipped(batch.lengths, batch.prompt_tokens)
         compiled = pool_states(hidden, batch.offsets, self.modes, skipped)
@@ -63,6 +44,16 @@ class Pooler:
                 parts.append(torch.cat(pooled, dim=1))
                 first = stop
         return torch.cat(parts)
+
+    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
+        """Return the tokens at the front of each sequence that are left out, int64 [n]; None: no token is.
+
+        lengths: of the sequences. prompt_tokens: of each sequence, if prompts differ. At least one token
+        remains: if a text adds no token to its prompt, its last token is pooled.
+        """
+        if self.prompt_tokens is None:
+            return None
+        return np.minimum(self.prompt_tokens if prompt_tokens is None else prompt_tokens, lengths - 1)
 
 
 def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:

@@ -2,15 +2,13 @@
 
 from attncache_core.models.layer import AttentionLayer
 from attncache_core.models.load import load_model, model_shape, with_heads
-from attncache_core.models.model import Outputs, PackedModel
-from attncache_core.models.projections import LayerHeads, Projection
+from attncache_core.models.model import PackedModel
+from attncache_core.models.projections import LayerHeads
 
 __all__ = [
     "AttentionLayer",
     "LayerHeads",
-    "Outputs",
     "PackedModel",
-    "Projection",
     "load_model",
     "model_shape",
     "with_heads",

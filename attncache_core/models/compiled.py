@@ -6,16 +6,13 @@ and the model then runs on the plain executor, layer by layer.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 
-from attncache_core.heads.pooling import Pooler
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.layer import AttentionLayer, FeedForward, Network
 from attncache_core.models.linear import Linear, Norm
@@ -35,49 +32,20 @@ class NotCompiled(Exception):
     """A part of a model that the compiled stack does not have."""
 
 
-class CompiledOutputs(ABC):
-    """Outputs of a norm and of pooling, which the compiled stack can make up to the vectors of sequences."""
-
-    def __init__(self, pool: Pooler, norm: nn.Module | Norm | None, *, finishes: bool) -> None:
-        """norm: of each token, before pooling. finishes: whether `of_vectors` changes the vectors."""
-        self._pool, self._norm, self.finishes = pool, norm, finishes
-        self._native: NativeNorm | None = None
-        if norm is not None:
-            weight = norm.weight if isinstance(norm, Norm) else next(norm.parameters())
-            self._dtype, self._native = weight.dtype, native_norm(norm, weight.device)
-
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what pooling reads from the last layer's output, [tokens, hidden]; float32 with a norm."""
-        if self._norm is None:
-            return hidden
-        return self._native(hidden) if self._native else self._norm(hidden.to(self._dtype)).float()
-
-    def compiled(self) -> CompiledPooling:
-        """Return norm and pooling as data. Raises NotCompiled."""
-        return CompiledPooling(self._pool.modes, compiled_norm(self._norm))
-
-    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
-        """See Pooler.skipped."""
-        return self._pool.skipped(lengths, prompt_tokens)
-
-    @abstractmethod
-    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the rows that a caller receives, float32 [n, d], from pooled vectors, float32 [n, width]."""
-
-
 def compiled_stack(
     embed: object,
     layers: Sequence[object],
-    outputs: object,
+    modes: Sequence[str],
+    last_norm: nn.Module | Norm | None,
     width: int,
     dtype: torch.dtype,
     refitted: Sequence[object] | None = None,
 ) -> CompiledStack | None:
     """Return the compiled stack of a model's layers, or None if it cannot run all of them.
 
-    embed: makes the input of the first layer; outputs: pools the output of the last one. The stack includes
-    each of them if it can. width: of the hidden states. dtype: of Q, K, V and maps. refitted: the layers with
-    the weights that hits take, if hits have their own.
+    embed: makes the input of the first layer. modes, last_norm: of the pooling behind the last layer. The
+    stack includes each of them if it can. width: of the hidden states. dtype: of Q, K, V and maps. refitted:
+    the layers with the weights that hits take, if hits have their own.
     """
     library = products.library()
     if library is None:
@@ -88,9 +56,8 @@ def compiled_stack(
             halves = list(map(_with_refitted, halves, map(_halves, refitted)))
     except NotCompiled:
         return None
-    return CompiledStack(
-        library, halves, width, _compiled_embedding(embed), _compiled_pooling(outputs), dtype
-    )
+    pooling = _compiled_pooling(modes, last_norm)
+    return CompiledStack(library, halves, width, _compiled_embedding(embed), pooling, dtype)
 
 
 def _compiled_embedding(embed: object) -> CompiledEmbedding | None:
@@ -118,9 +85,9 @@ def _scale_of_rows(table: nn.Embedding) -> float | None:
     return float(scale) if same else None
 
 
-def _compiled_pooling(outputs: object) -> CompiledPooling | None:
+def _compiled_pooling(modes: Sequence[str], norm: nn.Module | Norm | None) -> CompiledPooling | None:
     try:
-        return outputs.compiled() if isinstance(outputs, CompiledOutputs) else None
+        return CompiledPooling(tuple(modes), compiled_norm(norm))
     except NotCompiled:
         return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from attncache_core.checkpoints.hugging_face import declared, declared_cap
@@ -18,7 +17,6 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.language import language_head
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import CompiledOutputs
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.experts import pack_networks
 from attncache_core.models.layer import (
@@ -31,11 +29,11 @@ from attncache_core.models.layer import (
     output_projection,
 )
 from attncache_core.models.linear import ActivatedLinear
-from attncache_core.models.model import Outputs, PackedModel
+from attncache_core.models.model import PackedModel
+from attncache_core.models.outputs import Head, Outputs
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections, QueryKeyValue
 from attncache_core.models.rotary import LayerRotary
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.text.token_batch import TokenBatch
 
 
 def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
@@ -95,15 +93,13 @@ def assemble_decoder(
         lambda module: FeedForward(feed_forward(module.mlp, config), _norms(module)[1]),
     )
     score = getattr(model, "score", None)
-    outputs = _Outputs(base.norm, score, pool)
+    head = None if score is None else Head(lambda last: last, score, Pooler(("lasttoken",)))
     return PackedModel(
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=outputs,
-        final=outputs,
+        outputs=Outputs(pool, head, base.norm),
         padding=None if score is None else model.config.pad_token_id,
-        token_states=outputs.states,
         language_head=language_head(model, base.norm),
     )
 
@@ -129,30 +125,6 @@ def feed_forward(module: nn.Module, config: Any) -> Network | ActivatedLinear:
         return network
     # The expert blocks of transformers expect a batch axis.
     return ActivatedLinear(lambda x: network(x[None])[0], None)
-
-
-class _Outputs(CompiledOutputs):
-    """The outputs of a decoder: the last norm, then pooled embeddings or the logits of the last token."""
-
-    def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pooler) -> None:
-        finishes = score is not None or pool.head is not None
-        super().__init__(pool if score is None else Pooler(("lasttoken",)), norm, finishes=finishes)
-        self._score, self.modes = score, self._pool.modes
-
-    def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
-        if self._score is None:
-            return Outputs(self._pool(self.states(hidden), batch), None)
-        last = self.states(hidden[torch.from_numpy(batch.last_rows)])
-        return Outputs(last, self.logits(last))
-
-    def logits(self, last: torch.Tensor) -> torch.Tensor | None:
-        """See FinalStates."""
-        return None if self._score is None else self._score(last.to(self._dtype)).float()
-
-    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See CompiledOutputs."""
-        logits = self.logits(vectors)
-        return self._pool.finish(vectors) if logits is None else logits
 
 
 def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMask:

@@ -17,7 +17,6 @@ from torch import nn
 
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import CompiledOutputs
 from attncache_core.models.embedding import Embedding
 from attncache_core.models.layer import (
     AttentionLayer,
@@ -29,11 +28,11 @@ from attncache_core.models.layer import (
     output_projection,
 )
 from attncache_core.models.linear import Norm, packed
-from attncache_core.models.model import Outputs, PackedModel
+from attncache_core.models.model import PackedModel
+from attncache_core.models.outputs import Head, Outputs
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.text.token_batch import TokenBatch
 
 
 class EncoderNames(NamedTuple):
@@ -57,43 +56,11 @@ class EncoderNames(NamedTuple):
         return self.query, self.key, self.value, self.output, self.up, self.down
 
 
-class Head(NamedTuple):
-    """A sequence-classification head."""
-
-    read: Callable[[torch.Tensor], torch.Tensor]  # pooled vectors [n, hidden] -> input of `score`
-    score: nn.Module  # -> logits [n, classes]
-    pool: Pooler = Pooler(("cls",))
-
-
 def dense_head(
     dense: nn.Module, score: nn.Module, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
 ) -> Head:
     """Return a head that applies a linear layer and its activation to the first token, and then `score`."""
     return Head(lambda first: activation(dense(first)), score)
-
-
-class EncoderOutputs(CompiledOutputs):
-    """The outputs of an encoder: pooled embeddings, or the logits of its classification head."""
-
-    def __init__(self, pool: Pooler, head: Head | None, norm: Norm | None = None) -> None:
-        """norm: of each token, before pooling."""
-        finishes = head is not None or pool.head is not None
-        super().__init__(pool if head is None else head.pool, norm, finishes=finishes)
-        self._head = head
-
-    def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
-        """See PackedModel."""
-        return self._finished(self._pool(self.states(hidden), batch))
-
-    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See CompiledOutputs."""
-        return self._finished(self._pool.finish(vectors)).rows
-
-    def _finished(self, vectors: torch.Tensor) -> Outputs:
-        if self._head is None:
-            return Outputs(vectors, None)
-        read = self._head.read(vectors.to(next(self._head.score.parameters()).dtype))
-        return Outputs(read.float(), self._head.score(read).float())
 
 
 def encoder(
@@ -141,7 +108,7 @@ def encoder(
         embedding_of(base.embeddings, padding), layers, heads, attention, feed_forward
     )
     return PackedModel(
-        hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=EncoderOutputs(pool, head)
+        hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=Outputs(pool, head)
     )
 
 

@@ -84,19 +84,17 @@ def load_model(
     if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
-    head = load_embedding_head(checkpoint, width, device)
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
+    prompt = None if checkpoint.pooling.include_prompt else prompt_tokens
+    pool = Pooler(checkpoint.pooling.modes, prompt, load_embedding_head(checkpoint, width, device))
     with quantizing(checkpoint.quantization), readable(f"config.json of model {checkpoint.name}"):
         packed = FAMILIES[checkpoint.config["model_type"]](
             model,
             [dropped or next(of_layers) for dropped in layers],
-            Pooler(
-                checkpoint.pooling.modes, None if checkpoint.pooling.include_prompt else prompt_tokens, head
-            ),
+            pool,
         )
-    packed = replace(packed, embedding_head=head)
     if device == CPU:
         return replace(packed, dtype=dtype)
     embed = packed.embed

@@ -11,7 +11,6 @@ from typing import Any
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.embedding import Embedding
-from attncache_core.models.encoder import EncoderOutputs, Head
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -23,6 +22,7 @@ from attncache_core.models.layer import (
 )
 from attncache_core.models.linear import Norm, activated_linear, packed, packed_linear
 from attncache_core.models.model import PackedModel
+from attncache_core.models.outputs import Head, Outputs
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
 
@@ -54,13 +54,11 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) 
 
     words = Embedding(base.embeddings.tok_embeddings, Norm(base.embeddings.norm))
     embed, layers = build_layers(words, base.layers, heads, attention, feed_forward)
-    outputs = EncoderOutputs(pool, _head(model), Norm(base.final_norm))
     return PackedModel(
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=outputs,
-        token_states=outputs.states,
+        outputs=Outputs(pool, _head(model), Norm(base.final_norm)),
     )
 
 

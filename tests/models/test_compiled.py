@@ -97,7 +97,7 @@ def test_one_call_gives_the_outputs_of_the_layers_to_the_last_bit(model, lengths
     with torch.inference_mode():
         for batch in batches:
             outputs, finite, _ = run_to_outputs(loaded, batch, NO_RECORDS)
-            expected = loaded.outputs(layers_output(loaded, batch, None), batch).rows.numpy()
+            expected = loaded.outputs(layers_output(loaded, batch, None), batch).numpy()
             assert finite.all()
             assert np.array_equal(outputs, expected)
 

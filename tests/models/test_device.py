@@ -56,7 +56,7 @@ def run(checkpoint, segment, device):
     plan = replace(no_reuse(3), records=np.array([0, -1, -1]))
     with torch.inference_mode():
         hidden = layers_output(model, batch, model.embed(batch), replace(plan, segments={RECORDED: segment}))
-        return model.outputs(hidden, batch).representation
+        return model.outputs(hidden, batch)
 
 
 def test_no_tensor_of_a_model_stays_on_the_cpu(checkpoint, tmp_path):

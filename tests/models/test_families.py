@@ -132,7 +132,7 @@ def last_hidden(model, sequences, plan=None):
     plan = plan or no_reuse(len(sequences))
     batch, hidden, plan = hits_first(batch, model.embed(batch), plan)
     hidden = layers_output(model, batch, hidden, plan)
-    rows = model.outputs(hidden, batch).rows[: batch.offsets[-1]]
+    rows = model.outputs(hidden, batch)[: batch.offsets[-1]]
     parts = torch.split(rows, batch.lengths.tolist())
     return [parts[index] for index in batch.order.argsort()]
 
@@ -211,7 +211,7 @@ def test_sequences_of_a_causal_model_that_share_prefixes_are_hugging_faces(
     with torch.inference_mode(), attention_by(computing), mock.patch.multiple(prefix_tree, **limits):
         batch = pack_shared(sequences)
         hidden = layers_output(model, batch, model.embed(batch))
-        batch, rows = batch.apart(model.outputs(hidden, batch).rows)
+        batch, rows = batch.apart(model.outputs(hidden, batch))
     parts = torch.split(rows[: batch.offsets[-1]], batch.lengths.tolist())
     found = [parts[index] for index in batch.order.argsort()]
     assert_near(found, map(family.hidden, sequences), FLOAT32)
@@ -407,7 +407,7 @@ def test_hidden_states_behind_kept_keys_and_values_are_those_of_whole_sequences(
             plan = slots.plan(before, lengths, keep=keep)
             hidden, _ = run_layers(model, batch, None, HitRecords([]), slots=plan)
             # The outputs of a family without its pooling are the last hidden states, with the last norm.
-            found = model.outputs(hidden, batch).rows.split(batch.lengths.tolist())
+            found = model.outputs(hidden, batch).split(batch.lengths.tolist())
             behind = [rows[count:] for rows, count in zip(expected, before, strict=True)]
             assert_near(found, behind, FLOAT32)
     assert (slots.written == sum(lengths)).all()
@@ -468,4 +468,4 @@ def test_plain_executor_waits_for_slots_that_are_not_filled_yet(family):
         found, _ = run_layers(model, rows_behind([9], [ids]), None, HitRecords([]), slots=plan)
         assert ready[0] == len(model.layers)
         batch = rows_behind([9], [ids])
-        assert_near([model.outputs(found, batch).rows], [last_hidden(model, [ids])[0][9:]], FLOAT32)
+        assert_near([model.outputs(found, batch)], [last_hidden(model, [ids])[0][9:]], FLOAT32)

@@ -113,8 +113,6 @@ def block_layout(model: PackedModel) -> BlockLayout:
     """Return how the blocks of a model lie in memory. Raises NotReusable."""
     if not model.is_causal:
         raise NotReusable("attention is bidirectional, so every token depends on all tokens of its text")
-    if model.final is None:
-        raise NotReusable("the outputs of this family cannot be continued")
     if model.device != CPU:
         raise NotReusable("the model is not on the CPU, where keys and values are stored")
     if any(layer.reused_heads for layer in model.layers):
