@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -107,11 +107,11 @@ class Checkpoint:
     config: dict[str, Any]
     task: Task
     pooling: Pooling
-    normalize: bool  # whether embeddings get unit length by default; a request may override it
-    max_tokens: int | None  # None: as many as the tokenizer and the position embeddings allow
-    lowercase: bool  # whether the tokenizer lowercases texts
-    template: Template  # stands around every text, unless a request overrides it
-    prompts: Mapping[str, str]  # name that a request may give -> prefix of a text
+    normalize: bool = False  # whether embeddings get unit length by default; a request may override it
+    max_tokens: int | None = None  # None: as many as the tokenizer and the position embeddings allow
+    lowercase: bool = False  # whether the tokenizer lowercases texts
+    template: Template = field(default_factory=Template)  # around every text, unless a request overrides it
+    prompts: Mapping[str, str] = field(default_factory=dict)  # a name that a request may give -> its prefix
     default_prompt: str | None = None  # the name of the prompt that `template` holds; None: of no prompt
     labels: tuple[str, ...] = ()  # the operator's labels to choose from
     dense: tuple[Dense, ...] = ()  # layers between pooling and normalisation

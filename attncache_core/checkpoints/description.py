@@ -103,7 +103,10 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     activation = _cross_encoder_activation(config, prompting)
     task: Task = "classify" if classifier and (activation or not modules) else "embed"
     if "LogitScore" in modules:
-        return _scoring_by_tokens(name, transformer, source, config)
+        # A decoder that scores pairs by the logits of tokens. The operator gives template and labels, so the
+        # folder's chat template and prompts are not used.
+        pooling = Pooling(("lasttoken",))
+        return Checkpoint(name, transformer, source, config, task="label-logits", pooling=pooling)
     if task == "classify":
         _require_classes(config, folder)
     if task == "classify" and config.get("problem_type") == "regression" and not activation:
@@ -202,26 +205,6 @@ def _settings(folder: Path) -> dict[str, Any]:
             field="model",
         )
     return settings
-
-
-def _scoring_by_tokens(name: str, folder: Path, source: str, config: dict[str, Any]) -> Checkpoint:
-    """Describe a decoder that scores pairs by the logits of tokens (a CrossEncoder with LogitScore).
-
-    The operator gives template and labels, so the chat template and the prompts of the folder are not used.
-    """
-    return Checkpoint(
-        name=name,
-        folder=folder,
-        source=source,
-        config=config,
-        task="label-logits",
-        pooling=Pooling(("lasttoken",)),
-        normalize=False,
-        max_tokens=None,
-        lowercase=False,
-        template=Template(),
-        prompts={},
-    )
 
 
 def _require_classes(config: dict[str, Any], folder: Path) -> None:
