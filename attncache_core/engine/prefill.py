@@ -280,9 +280,7 @@ class PrefillEngine:
         self.require_dimensions(dimensions)
         if not (texts := list_of(texts)):
             return np.zeros((0, dimensions or self.dimensions or 0), np.float32)
-        prompt = (
-            self.tokenizer.default_prompt if prompt_name is None else self.tokenizer.named_prompt(prompt_name)
-        )
+        prompt = self.tokenizer.named_prompt(prompt_name)
         sequences = self.tokenize(texts, prompt=prompt)
         result = self.run(self.requests(sequences, prompt, reuse=reuse, reads=Measure.COSINE))
         require_finite(result.finite)

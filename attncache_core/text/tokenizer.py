@@ -120,8 +120,13 @@ class TextTokenizer:
                 raise no_room(self.max_tokens, "labels")
         return Prompt(template, (SequencePlan(self._front_tokens(template.prefix)),))
 
-    def named_prompt(self, name: str) -> Prompt:
-        """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""
+    def named_prompt(self, name: str | None) -> Prompt:
+        """Return the checkpoint's prompt with this name; None: its default prompt.
+
+        Raises InvalidInput if there is none of this name.
+        """
+        if name is None:
+            return self.default_prompt
         if name not in self._prefixes:
             known = f"its prompts are {', '.join(self._prefixes)}" if self._prefixes else "it has no prompts"
             raise InvalidInput(f"the model has no prompt of this name; {known}", field="prompt_name")

@@ -27,6 +27,9 @@ from service.batching.results import SequenceNames
 from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
+# Numbers in the states of the tokens of a request. Its response has some 12 bytes per number.
+_MAX_STATES = 2**23
+
 
 class Fitting(NamedTuple):
     """The first sequences of a slice, as many as a batch has room for."""
@@ -220,6 +223,8 @@ class PendingRequest:
         Raises InputTooLong, as Source.tokenize. One thread at a time may call this method.
         """
         if self._parts is None:
+            if self.prompt.sequence_plans[0].states:
+                max_total_tokens = min(max_total_tokens, _MAX_STATES // engine.model.hidden_size)
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
         plans = self.prompt.sequence_plans

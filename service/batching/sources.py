@@ -215,14 +215,14 @@ def source_of(inputs: list[str] | list[list[int]], truncate: bool, cut: Side) ->
     return TokenSequences(inputs, truncate, cut)
 
 
-def prompt_of(engine: PrefillEngine, source: Source, name: str | None) -> Prompt | None:
-    """Return the prompt in which a source is computed; None: the checkpoint's prompt.
+def prompt_of(engine: PrefillEngine, source: Source, name: str | None) -> Prompt:
+    """Return the prompt in which a source is computed.
 
-    name: of one of the checkpoint's prompts. Raises InvalidInput if there is none of this name, or if the
-    source is token ids.
+    name: of one of the checkpoint's prompts; None: the default prompt. Raises InvalidInput if there is none
+    of this name, or if the source is token ids.
     """
     if not isinstance(source, TokenSequences):
-        return None if name is None else engine.tokenizer.named_prompt(name)
+        return engine.tokenizer.named_prompt(name)
     if name is not None:
         raise InvalidInput(
             "prompt_name is accepted with texts only; token ids are computed as they are, so send the ids of "

@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from attncache_core import AttnCacheError, InvalidInput
-from service.bulk.sharded import TRIES, Due
-from service.bulk.shards import ShardWorker, Work
+from service.bulk.shards import TRIES, Due, ShardWorker, Work
 from service.errors import reason_of, stack_without_values
 
 logger = logging.getLogger(__name__)

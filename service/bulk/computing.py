@@ -48,11 +48,8 @@ def embedding(engine: PrefillEngine, prompt_name: str | None, dimensions: int | 
     if engine.dimensions is None:
         raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
     engine.require_dimensions(dimensions)
-    prompt = (
-        engine.tokenizer.default_prompt if prompt_name is None else engine.tokenizer.named_prompt(prompt_name)
-    )
     return Task(
-        prompt,
+        engine.tokenizer.named_prompt(prompt_name),
         dimensions or engine.dimensions,
         lambda result: engine.embeddings(result.outputs, dimensions=dimensions),
     )

@@ -19,9 +19,9 @@ import orjson
 
 from attncache_core import InvalidInput
 from service.bulk.shards import (
+    Due,
     Failure,
     Shard,
-    ShardWorker,
     as_line,
     digest_of,
     is_whole,
@@ -32,10 +32,8 @@ from service.bulk.shards import (
 from service.bulk.spool import begun_otherwise
 from service.objects import Changed, ObjectFolder
 
-TRIES = 3
 OPTIONS, MANIFEST = "options.json", "manifest.json"
 _FAILED_NAME = re.compile(r"failed(-\d+-of-\d+)?\.jsonl")
-Due = tuple[Shard, str]  # a shard, and the name of its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +61,6 @@ class Workers(Protocol):
 
     def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
         """Yield each shard, in any order, with None or why it failed."""
-
-
-class OneWorker:
-    """Computes shards in this process."""
-
-    def __init__(self, worker: ShardWorker) -> None:
-        self._worker = worker
-
-    def options(self) -> Mapping[str, Any]:
-        """Return what decides the numbers."""
-        return self._worker.options()
-
-    def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
-        """Yield each shard with None or why it failed."""
-        for shard, output in due:
-            reason: str | None = ""
-            for _ in range(TRIES):
-                if (reason := self._worker.attempt(shard, output)) is None:
-                    break
-            yield (shard, output), reason
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
 
 SHARD_ROWS = 100_000
+TRIES = 3  # of a shard
 _FOOTERS_AT_ONCE = 16  # that are read ahead
 _OUTPUT_NAME = re.compile(r"([0-9a-f]{32})\.parquet")
 
@@ -62,6 +63,9 @@ class Shard:
         return f"{digest.hexdigest()}.parquet"
 
 
+Due = tuple[Shard, str]  # a shard, and the name of its output
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A shard, or a whole file, that was not computed."""
@@ -84,7 +88,7 @@ class Work:
 
 
 class ShardWorker:
-    """Owns an engine that computes shards."""
+    """Owns an engine that computes shards in this process."""
 
     def __init__(self, work: Work, threads: int | None = None) -> None:
         """threads: None: as many as the processor quota allows. Raises what loading the engine raises."""
@@ -105,6 +109,15 @@ class ShardWorker:
             "labels": list(self._task.classes.labels) if self._task.classes else [],
             "dimensions": self._task.width,
         }
+
+    def computed(self, due: Iterator[Due]) -> Iterator[tuple[Due, str | None]]:
+        """Yield each shard with None or why it failed."""
+        for shard, output in due:
+            reason: str | None = ""
+            for _ in range(TRIES):
+                if (reason := self.attempt(shard, output)) is None:
+                    break
+            yield (shard, output), reason
 
     def attempt(self, shard: Shard, output: str) -> str | None:
         """Compute a shard and write its output, or return why this is not possible."""

@@ -20,6 +20,7 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.corpus.tables import FORMATS, read_rows
 from service.commands.database import show_database
 from service.commands.options import (
+    Command,
     engine_options,
     exclude_option,
     kept_indices,
@@ -40,6 +41,25 @@ min_text_cosine_option = click.option(
 _REMOVED = removed_option(
     "--maps", "a causal model's maps are always stored as lower triangles, other maps as squares"
 )
+
+
+def budget_options(command: Command) -> Command:
+    """Add --min-cosine, --min-text-cosine and --min-agreement."""
+    mean = click.option(
+        "--min-cosine",
+        type=click.FloatRange(0, 1),
+        default=_defaults.min_cosine,
+        show_default=True,
+        help="Quality budget if there are no classes: least mean cosine of embeddings to the full model's.",
+    )
+    decisions = click.option(
+        "--min-agreement",
+        type=click.FloatRange(0, 1),
+        default=_defaults.min_agreement,
+        show_default=True,
+        help="Quality budget if there are classes: least share of texts that keep the full model's decision.",
+    )
+    return mean(min_text_cosine_option(decisions(command)))
 
 
 @click.command("build", params=[_REMOVED])
@@ -71,22 +91,7 @@ _REMOVED = removed_option(
 @click.option(
     "--database", type=click.Path(path_type=Path), required=True, help="Folder to create for the database."
 )
-@click.option(
-    "--min-cosine",
-    type=click.FloatRange(0, 1),
-    default=_defaults.min_cosine,
-    show_default=True,
-    help="Quality budget of a model with embeddings: least mean cosine of the hits' embeddings to the full "
-    "model's embeddings, on held-out texts.",
-)
-@min_text_cosine_option
-@click.option(
-    "--min-agreement",
-    type=click.FloatRange(0, 1),
-    default=_defaults.min_agreement,
-    show_default=True,
-    help="Quality budget of a model with classes: least share of hits that keep the full model's decision.",
-)
+@budget_options
 @click.option(
     "--prototypes",
     type=click.IntRange(min=0),
@@ -163,10 +168,8 @@ def build(
         for sentence in _read_corpus(corpus, column, source_column, file_format)
     ]
     engine = load()
-    if exclude:
-        kept = kept_indices(engine, [sentence.text for sentence in sentences], exclude)
-        click.echo(f"{len(sentences) - len(kept)} of {len(sentences)} texts excluded", err=True)
-        sentences = [sentences[index] for index in kept]
+    kept = kept_indices(engine, [sentence.text for sentence in sentences], exclude)
+    sentences = [sentences[index] for index in kept]
     with shown_progress() as progress:
         build_database(
             engine,

@@ -24,10 +24,11 @@ from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
 from service.bulk.run import Files, check_apart, run
-from service.bulk.sharded import MANIFEST, OneWorker, Part, Workers, run_shards
+from service.bulk.sharded import MANIFEST, Part, Workers, run_shards
 from service.bulk.shards import ShardWorker, Work, check_input, plan
 from service.commands.options import (
     Command,
+    classifier_option,
     device_option,
     drop_options,
     max_tokens_option,
@@ -201,11 +202,7 @@ def embed(
 @click.command("classify")
 @model_options
 @_file_options(CLASS_FORMATS)
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help=Settings.model_fields["classifier"].description,
-)
+@classifier_option
 def classify(
     checkpoint: Checkpoint,
     dtype: Dtype,
@@ -287,7 +284,7 @@ def _run_shards(
         workers: Workers = (
             stack.enter_context(ray_workers(files.ray, work, threads))
             if files.ray
-            else OneWorker(ShardWorker(work, threads))
+            else ShardWorker(work, threads)
         )
         report = shown_shards(stage)
         counts = run_shards(workers, planned, output, files.part, report)

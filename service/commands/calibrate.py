@@ -15,15 +15,15 @@ from attncache_core import (
     PrefillEngine,
     calibrate_database,
 )
-from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE, default_budget
+from attncache_core.build.options import default_budget
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from service.commands.blending import calibrate_segments
-from service.commands.build import min_text_cosine_option
+from service.commands.build import budget_options
 from service.commands.database import show_database
-from service.commands.options import engine_options, exclude_option, kept_indices
+from service.commands.options import classifier_option, engine_options, exclude_option, kept_indices
 from service.commands.progress import shown_progress
 
 
@@ -56,27 +56,8 @@ from service.commands.progress import shown_progress
     help="The segments are the documents of listwise reranking, with --segments and --task label-logits.",
 )
 @exclude_option
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help="Folder of a fitted classifier, if the budget is about the classifier's decisions. Default: none.",
-)
-@click.option(
-    "--min-cosine",
-    type=click.FloatRange(0, 1),
-    default=MIN_COSINE,
-    show_default=True,
-    help="Quality budget if there are no classes: least mean cosine of the hits' embeddings to the full "
-    "model's embeddings.",
-)
-@min_text_cosine_option
-@click.option(
-    "--min-agreement",
-    type=click.FloatRange(0, 1),
-    default=MIN_AGREEMENT,
-    show_default=True,
-    help="Quality budget if there are classes: least share of hits that keep the full model's decision.",
-)
+@classifier_option
+@budget_options
 def calibrate(
     load: Callable[..., PrefillEngine],
     database: Path | None,
@@ -124,10 +105,7 @@ def calibrate(
     chosen = [text for source in texts for text in read_texts(source)]
     opened = AttentionDatabase.open(database)
     engine = load()
-    kept = kept_indices(engine, chosen, exclude)
-    if exclude:
-        click.echo(f"{len(chosen) - len(kept)} of {len(chosen)} texts excluded", err=True)
-    chosen = [chosen[index] for index in kept]
+    chosen = [chosen[index] for index in kept_indices(engine, chosen, exclude)]
     budget = chosen_budget(engine)
     with shown_progress() as progress:
         calibrate_database(

@@ -17,6 +17,7 @@ from attncache_core.evaluation.tasks import (
     multi_token_labels,
 )
 from service.commands.evaluation import Evaluation, Request, evaluation_options
+from service.commands.options import classifier_option
 
 
 @click.group("evaluate")
@@ -67,11 +68,7 @@ def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) 
     help="Table with labelled texts to fit a linear classifier on, for a model without classes. Default: "
     "none.",
 )
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help="Folder of a fitted classifier to use instead of --train. Default: none.",
-)
+@classifier_option
 @click.option("--text-column", default="text", show_default=True, help="Column with the texts.")
 @click.option("--label-column", default="label", show_default=True, help="Column with the labels.")
 def classification(
@@ -106,11 +103,7 @@ def classification(
     metavar="FILE",
     help="Texts to measure on: FILE or FILE:column,column. May be repeated.",
 )
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help="Folder of a fitted classifier, to compare its decisions. Default: none.",
-)
+@classifier_option
 def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) -> None:
     """Compare with the full model on texts without labels: by decisions or, without classes, by cosine."""
     texts = [text for source in data for text in read_texts(source)]

@@ -42,7 +42,7 @@ from service.commands.options import (
 )
 from service.commands.progress import shown_progress
 from service.commands.report import (
-    machine,
+    machine_and_model,
     require_writable_reports,
     show_machine,
     show_table,
@@ -211,10 +211,7 @@ class Evaluation:
                 on_step=lambda done, total: progress("measuring", done, total),
             )
         facts = {
-            **machine(self.full.threads),
-            "model": self.checkpoint.name,
-            **self.checkpoint.variant,
-            "dtype": str(self.full.dtype).removeprefix("torch."),
+            **machine_and_model(self.full),
             "texts": len(recordable_sequences(task)),
             "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
         }

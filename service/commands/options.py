@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -120,6 +120,7 @@ def drop_options(command: Command) -> Command:
 
 
 template_option = _of_settings("template", click.Path(path_type=Path))
+classifier_option = _of_settings("classifier", click.Path(path_type=Path))
 pooling_option = _of_settings("pooling", click.Choice(get_args(PoolingMode)))
 
 
@@ -175,10 +176,14 @@ def whole_model_options(command: Command) -> Command:
     return described
 
 
-def kept_indices(engine: PrefillEngine, texts: Sequence[str], excluded: Iterable[str]) -> list[int]:
+def kept_indices(engine: PrefillEngine, texts: Sequence[str], excluded: Sequence[str]) -> list[int]:
     """Return the indices of the texts whose tokens differ from the tokens of all excluded texts.
 
-    excluded: files with texts, as `read_texts` reads them.
+    excluded: files with texts, as `read_texts` reads them. Prints how many texts they exclude.
     """
+    if not excluded:
+        return list(range(len(texts)))
     excluded_ids = {tuple(ids) for source in excluded for ids in engine.tokenize(read_texts(source))}
-    return [index for index, ids in enumerate(engine.tokenize(texts)) if tuple(ids) not in excluded_ids]
+    kept = [index for index, ids in enumerate(engine.tokenize(texts)) if tuple(ids) not in excluded_ids]
+    click.echo(f"{len(texts) - len(kept)} of {len(texts)} texts excluded", err=True)
+    return kept

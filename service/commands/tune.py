@@ -10,15 +10,15 @@ from typing import Any
 import click
 
 from attncache_core import Checkpoint, InvalidInput, LinearClassifier, Quantization
-from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE
 from attncache_core.checkpoints.checkpoint import Device, Dtype
 from attncache_core.corpus.reading import read_texts, read_texts_with_labels
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
 from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
-from service.commands.build import min_text_cosine_option
+from service.commands.build import budget_options
 from service.commands.options import (
+    classifier_option,
     device_option,
     dtype_option,
     max_tokens_option,
@@ -58,34 +58,14 @@ from service.settings.reading import write_settings
     "--label-column",
     help="Column with the true labels of the texts, to show accuracies. Default: no accuracies.",
 )
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help="Folder of a fitted classifier whose decisions are to be kept. Default: none.",
-)
+@classifier_option
 @click.option(
     "--database",
     type=click.Path(path_type=Path),
     help="Folder of a database of attention maps to measure. Default: databases are built from half of the "
     "texts.",
 )
-@click.option(
-    "--min-cosine",
-    type=click.FloatRange(0, 1),
-    default=MIN_COSINE,
-    show_default=True,
-    help="Quality budget if there are no classes: least mean cosine of the embeddings to those of the model "
-    "in float32.",
-)
-@min_text_cosine_option
-@click.option(
-    "--min-agreement",
-    type=click.FloatRange(0, 1),
-    default=MIN_AGREEMENT,
-    show_default=True,
-    help="Quality budget if there are classes: least share of texts that keep the decision of the model in "
-    "float32.",
-)
+@budget_options
 @click.option(
     "--min-gain",
     type=click.FloatRange(min=0),

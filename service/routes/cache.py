@@ -15,14 +15,14 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 from starlette.types import Message
 
-from attncache_core import InputTooLong, InvalidInput, NotFinite
+from attncache_core import InvalidInput
 from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
-from service.routes.common import check_count, computed, json_response
+from service.routes.common import check_count, computed, json_response, named
 from service.routes.inference_route import ERRORS, documented_body, documented_parameter
 from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
@@ -146,7 +146,7 @@ async def warm(call: CurrentCall) -> Response:
     store = store_of(serving.engine)
     body = await call.read(WarmRequest)
     chosen = await _chosen(call, serving, body)
-    try:
+    with named("texts"):
         result = await computed(
             call,
             serving,
@@ -157,8 +157,6 @@ async def warm(call: CurrentCall) -> Response:
             salt=chosen.salt,
             repeats=False,
         )
-    except NotFinite as error:
-        raise NotFinite.of(error.index, "texts") from error
 
     def stored_tokens() -> int:
         prefix_key = chosen.prefix_key(serving.engine)
@@ -313,7 +311,7 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
             "with all that stands before them",
             field="texts",
         )
-    try:
+    with named("texts"):
         return await asyncio.to_thread(
             Chosen.texts,
             serving.engine,
@@ -322,10 +320,6 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
             truncate=settings.truncate,
             max_total_tokens=settings.max_request_tokens,
         )
-    except InputTooLong as error:
-        # The tokenizer knows the texts as inputs.
-        field = (error.field or "inputs").replace("inputs", "texts")
-        raise InputTooLong(str(error).replace("inputs", "texts"), field=field) from error
 
 
 async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:

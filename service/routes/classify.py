@@ -118,13 +118,6 @@ async def _by_tokens(
     template = None if body.template is None else Template.parse(body.template, pairs=False)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(engine.decisions.labels_in, template, body.labels)
-    per_input, limit = len(labels.prompt.sequence_plans), settings.max_queue_sequences
-    sequences = source.count * per_input
-    if sequences > limit:
-        raise TooManyInputs(
-            f"inputs make {sequences} sequences with these labels, and at most {limit} may wait",
-            field="inputs" if per_input <= limit else "labels",
-        )
     salt = call.salt(body.cache_salt)
     logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
     return Scores(list(labels.labels), logits, class_scores(logits, body.temperature or 1.0), result)

@@ -79,9 +79,9 @@ async def computed(
     maximum = call.state.settings.max_queue_sequences
     if source.count * plans > maximum:
         raise TooManyInputs(
-            f"inputs make {source.count * plans} sequences, and at most {maximum} may wait; send fewer of "
-            "them",
-            field="inputs",
+            f"inputs make {source.count * plans} sequences, and at most {maximum} may wait; send fewer "
+            + ("of them" if plans <= maximum else "labels"),
+            field="inputs" if plans <= maximum else "labels",
         )
     if call.holder is not None:
         await call.count_in_quota(call.holder, serving.batcher.guess_tokens(source))

@@ -67,7 +67,7 @@ class Model(Group):
         None, description="How token vectors become an embedding. Default: the model's own way."
     )
     classifier: Path | None = Field(
-        None, description="Folder of a fitted classifier to serve on the embeddings. Default: none."
+        None, description="Folder of a classifier that was fitted on the model's embeddings. Default: none."
     )
     dtype: Dtype = Field(
         "auto", description="Data type of the computation. auto selects the best type of this processor."

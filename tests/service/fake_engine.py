@@ -88,6 +88,8 @@ class FakeTokenizer:
     default_prompt = OWN_PROMPT
 
     def named_prompt(self, name):
+        if name is None:
+            return self.default_prompt
         return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
 
     def pieces(self, texts, *, special=True):  # noqa: ARG002

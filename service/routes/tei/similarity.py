@@ -20,8 +20,7 @@ async def similarity(call: CurrentCall) -> Answer:
     body = await call.read(SimilarityRequest)
     check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs)
     parameters = body.parameters or SimilarityParameters()
-    name = parameters.prompt_name
-    prompt = None if name is None else serving.engine.tokenizer.named_prompt(name)
+    prompt = serving.engine.tokenizer.named_prompt(parameters.prompt_name)
     source = Texts(
         [body.inputs.source_sentence, *body.inputs.sentences],
         call.truncates(parameters.truncate),

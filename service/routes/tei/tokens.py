@@ -23,11 +23,7 @@ async def tokenize(call: CurrentCall) -> Answer:
     engine, settings = call.serving().engine, call.state.settings
     body = await call.read(TokenizeRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
-    prompt = (
-        engine.tokenizer.default_prompt
-        if body.prompt_name is None
-        else engine.tokenizer.named_prompt(body.prompt_name)
-    )
+    prompt = engine.tokenizer.named_prompt(body.prompt_name)
     if prompt.template.is_for_pairs:
         raise InvalidInput("the server's template takes pairs, and /tokenize takes texts", field="inputs")
     characters = sum(map(len, body.inputs)) + prompt.template.characters * len(body.inputs)
