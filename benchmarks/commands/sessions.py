@@ -12,7 +12,6 @@ import click
 
 from attncache_core import Checkpoint, PrefillEngine
 from attncache_core.checkpoints.checkpoint import Dtype
-from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.runtime.threads import available_processors
 from benchmarks.commands.blend import folder_option
 from benchmarks.measuring import sessions as bench
@@ -26,6 +25,7 @@ from benchmarks.measuring.conversations import (
     waiting,
 )
 from benchmarks.measuring.stores import layout_of, measured_prefill_speed, read_bytes_per_second
+from benchmarks.papers.eviction import EVICTION
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
 from service.commands.report import machine, machine_and_model, show_machine, show_table, write_json

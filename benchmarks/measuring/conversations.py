@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attncache_core.reuse.kv.eviction import EVICTION
 from benchmarks.measuring.replay import Job, replay
+from benchmarks.papers.eviction import EVICTION
 
 # Of the logarithm of a turn's length: most turns are short, a few are long.
 _SPREAD = 0.8

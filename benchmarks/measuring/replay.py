@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic
 
-from attncache_core.reuse.kv.eviction import EvictionPolicy, Item
+from attncache_core.reuse.kv.eviction import Item, LookAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def replay(
     jobs: Sequence[Job[Item]],
     memory_items: int,
     disk_items: int,
-    policy: Callable[[], EvictionPolicy[Item]],
+    policy: Callable[[], LookAhead[Item]],
     *,
     prefetch_window: int,
     eviction_window: int,
@@ -106,7 +106,7 @@ def replay(
 class _Tier(Generic[Item]):
     """The items of one tier. The tier may hold more items than `places` until the store has made room."""
 
-    def __init__(self, places: int, policy: EvictionPolicy[Item]) -> None:
+    def __init__(self, places: int, policy: LookAhead[Item]) -> None:
         self.places = places
         self.policy = policy
         self.items: set[Item] = set()

@@ -16,12 +16,14 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.kv.blocks import BlockLayout
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.reuse.kv.memory import MemoryTier
 from attncache_core.reuse.kv.opening import (
     KeyValueOptions,
     NotReusable,
     block_layout,
     open_key_values,
 )
+from benchmarks.papers.eviction import EVICTION
 
 T = TypeVar("T")
 
@@ -30,16 +32,24 @@ _READ_BYTES = 1 << 20
 _PREFILL_TOKENS = 256
 
 
-def open_store(engine: PrefillEngine, prefill_speed: float = 0.0, **options: Any) -> KeyValueReuse:
+def open_store(
+    engine: PrefillEngine, prefill_speed: float = 0.0, eviction: str | None = None, **options: Any
+) -> KeyValueReuse:
     """Return an empty store for a model with a layout, or the store that is in `folder`.
 
     prefill_speed: tokens per second; blocks on disk are loaded only if that is faster. 0: they always are.
-    options: of KeyValueOptions.
+    eviction: a name in EVICTION; None: as served. options: of KeyValueOptions.
     """
     prompt_tokens = engine.tokenizer.prompt_tokens
     found = open_key_values(engine.model, engine.checkpoint, prompt_tokens, KeyValueOptions(**options))
     if found.store.transfers:
         found.store.transfers.prefill_speed = prefill_speed
+    if eviction:
+        store = found.store
+        store.memory = MemoryTier(store.layout, options["memory_bytes"], EVICTION[eviction]())
+        if eviction == "fifo" and store.transfers and store.transfers.disk:
+            # Files in the order in which they were written.
+            vars(store.transfers.disk)["_touch"] = lambda _: None
     return found
 
 

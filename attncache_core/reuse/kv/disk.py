@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock, TierCounter, TierCounts
 from attncache_core.reuse.kv.blocks import BlockName
@@ -70,7 +70,7 @@ class _Usage:
 class _Listed(NamedTuple):
     """A block as the last scan found it."""
 
-    modified: int  # when it was last used (LRU) or written (FIFO), ns
+    modified: int  # when it was last used, ns
     key: bytes
     size: int  # bytes
 
@@ -80,9 +80,9 @@ class DiskTier(TierCounter):
 
     folder: is created if it is missing, and made private to its owner, because blocks hold token ids.
     part_sizes: bytes of each part of a block. most_bytes: limit for the sum of the sizes of all files in the
-    folder, whichever process writes them; a folder above the limit is reduced at once. eviction: a full tier
-    first removes the block whose last use ("lru") or writing ("fifo") is the longest ago. protected: returns
-    the keys that this tier must not evict for a write. It is called without any lock held.
+    folder, whichever process writes them; a folder above the limit is reduced at once. A full tier first
+    removes the block whose last use is the longest ago. protected: returns the keys that this tier must not
+    evict for a write. It is called without any lock held.
 
     All methods may be called by several threads at once.
     Raises OSError if the folder holds other files, or cannot be created, made private, read and written to.
@@ -95,14 +95,13 @@ class DiskTier(TierCounter):
         part_sizes: Sequence[int],
         most_bytes: int,
         *,
-        eviction: Literal["lru", "fifo"] = "lru",
         protected: Callable[[], Container[bytes]] = lambda: (),
     ) -> None:
         super().__init__()
         self._folder, self._format = folder, BlockFormat(tuple(part_sizes))
         self.most_bytes = most_bytes
         self._max_bytes = most_bytes - _USAGE.size
-        self._touches, self._protected = eviction == "lru", protected
+        self._protected = protected
         # The other half of the files that the process may open is for connections, and all else.
         self._may_open = threading.BoundedSemaphore(_allowed_files() // 2)
         self._complained = -math.inf  # when the log last said that blocks are not saved
@@ -242,7 +241,7 @@ class DiskTier(TierCounter):
 
     def _touch(self, descriptor: int) -> None:
         """Mark an open block as used now, unless that was done just before."""
-        if self._touches and abs(time.time() - os.fstat(descriptor).st_mtime) > _TOUCH_SECONDS:
+        if abs(time.time() - os.fstat(descriptor).st_mtime) > _TOUCH_SECONDS:
             # Blocks of a folder that cannot be changed are still readable.
             with suppress(OSError):
                 os.utime(descriptor)

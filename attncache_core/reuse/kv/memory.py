@@ -19,7 +19,7 @@ from attncache_core.reuse.kv.blocks import (
     child,
     common_front,
 )
-from attncache_core.reuse.kv.eviction import EvictionPolicy
+from attncache_core.reuse.kv.eviction import LookAhead
 from attncache_core.reuse.kv.pool import BlockPool
 
 
@@ -90,7 +90,7 @@ class Known(NamedTuple):
 class MemoryTier:
     """Blocks by their keys, their places, and the order in which they are evicted."""
 
-    def __init__(self, layout: BlockLayout, most_bytes: int, policy: EvictionPolicy[bytes]) -> None:
+    def __init__(self, layout: BlockLayout, most_bytes: int, policy: LookAhead[bytes]) -> None:
         self.pool = BlockPool(layout, most_bytes)
         self.evicted: Counter[str] = Counter({"full": 0, "cleared": 0})  # blocks by reason
         self._policy = policy

@@ -17,7 +17,6 @@ from attncache_core.errors import InvalidInput
 from attncache_core.models import PackedModel
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 from attncache_core.reuse.kv.disk import DiskTier
-from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.quantized import Int8Slots
 from attncache_core.reuse.kv.remote import BlockValues, RemoteTier
@@ -35,7 +34,6 @@ class KeyValueOptions:
     """What an operator may choose about stored keys and values."""
 
     memory_bytes: int | None = None  # None: a quarter of the memory that is available
-    eviction: str = "look-ahead"  # a key of eviction.EVICTION
     folder: Path | None = None  # of the disk tier; None: there is none
     disk_bytes: int = 16 * 2**30  # most bytes on disk
     # Of saved blocks, on disk and where other machines find them; int8 approximates.
@@ -72,8 +70,7 @@ def open_key_values(
             RemoteTier(options.shared, part_bytes) if options.shared else None,
         )
     try:
-        policy = EVICTION[options.eviction]()
-        store = KeyValueStore(layout, memory, policy, transfers, fingerprint.hex())
+        store = KeyValueStore(layout, memory, transfers, fingerprint.hex())
     except (OSError, OverflowError) as error:
         raise InvalidInput(
             f"{memory} bytes of memory for keys and values cannot be reserved; choose fewer bytes",
@@ -94,9 +91,8 @@ def _disk_tier(
     expected: Callable[[], Container[bytes]],
 ) -> DiskTier:
     """Return the disk tier in a folder. expected: returns the keys that must stay. Raises InvalidInput."""
-    order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
     try:
-        return DiskTier(folder, part_bytes, options.disk_bytes, eviction=order, protected=expected)
+        return DiskTier(folder, part_bytes, options.disk_bytes, protected=expected)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(

@@ -23,7 +23,7 @@ from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
 from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.disk import DiskTier
-from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
+from attncache_core.reuse.kv.eviction import LookAhead
 from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
 from attncache_core.reuse.kv.transfer import Loading, SavedBlock, Transfers, open_whole_blocks
 
@@ -82,17 +82,16 @@ class KeyValueStore:
         self,
         layout: BlockLayout,
         memory_bytes: int,
-        policy: EvictionPolicy[bytes] | None = None,
         transfers: Transfers | None = None,
         identity: str = "",
     ) -> None:
-        """memory_bytes: the most bytes of blocks in memory. policy: which block leaves memory first.
+        """memory_bytes: the most bytes of blocks in memory.
 
         transfers: to and from the tiers behind the memory; None: there are none. identity: see KeyValueInfo.
         """
         self.identity = identity
         self.layout = layout
-        self.memory = MemoryTier(layout, memory_bytes, policy or LookAhead())
+        self.memory = MemoryTier(layout, memory_bytes, LookAhead())
         self.transfers = transfers
         self.counts = Counts()
         self.expected: frozenset[bytes] = frozenset()  # the keys that waiting requests will use

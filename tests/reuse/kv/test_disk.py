@@ -330,12 +330,12 @@ steps = st.tuples(
 )
 
 
-@given(st.lists(steps, max_size=25), st.integers(0, 5), st.sampled_from(["lru", "fifo"]))
+@given(st.lists(steps, max_size=25), st.integers(0, 5))
 @settings(max_examples=60)
-def test_no_order_of_steps_of_two_tiers_exceeds_the_limit(order, blocks, eviction):
+def test_no_order_of_steps_of_two_tiers_exceeds_the_limit(order, blocks):
     most = limit(blocks) + 1000
     with temporary_folder() as folder:
-        tiers = [DiskTier(folder, SIZES, most, eviction=eviction) for _ in range(2)]
+        tiers = [DiskTier(folder, SIZES, most) for _ in range(2)]
         for who, act, number, meanwhile in order:
 
             def write_meanwhile(index, other=tiers[1 - who], number=meanwhile):
@@ -385,15 +385,14 @@ def test_two_processes_stay_below_the_limit_together(folder):
     assert_accounted(tier, folder)
 
 
-@pytest.mark.parametrize(("eviction", "evicted"), [("lru", 1), ("fifo", 0)])
-def test_full_tier_evicts_the_block_that_was_used_or_written_first(folder, eviction, evicted):
-    tier = DiskTier(folder, SIZES, limit(3), eviction=eviction)
+def test_full_tier_evicts_the_block_that_was_not_used_for_the_longest_time(folder):
+    tier = DiskTier(folder, SIZES, limit(3))
     for number in range(3):
         tier.write(block(number), content(number))
         set_age(folder, number, 30 - number)
     tier.open(block(0)).close()
     assert tier.write(block(3), content(3))
-    assert [number for number in range(4) if not tier.contains(block(number).key)] == [evicted]
+    assert [number for number in range(4) if not tier.contains(block(number).key)] == [1]
     assert tier.counts.evictions == 1
 
 

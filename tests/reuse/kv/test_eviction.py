@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.kv.eviction import EVICTION, Fifo, LookAhead, Lru
+from attncache_core.reuse.kv.eviction import LookAhead
 from benchmarks.measuring.replay import Action, Event, Job, replay
+from benchmarks.papers.eviction import EVICTION, Fifo, Lru
 
 # The example of CachedAttention's Figure 9: two places in memory, four on disk, and windows of 2 and 6 jobs.
 # Earlier jobs leave items 2 and 4 in memory and items 3, 5, 7 and 9 on disk.
