@@ -1,5 +1,6 @@
 """The index of synthetic records finds what brute force finds, before and after it was saved and loaded."""
 
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,14 +36,14 @@ def indexes(draw):
     return PrototypeIndex(vectors(len(rows), draw(st.integers(0, 99))), lengths, records, kinds)
 
 
-@given(indexes(), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 99))
-def test_nearest_record_is_the_brute_force_nearest_of_its_length_and_kind(index, lengths, seed):
-    features = vectors(len(lengths), seed + 100)
+@given(indexes(), st.integers(1, 9), st.integers(1, 12), st.integers(0, 99))
+def test_nearest_record_is_the_brute_force_nearest_in_any_batch(index, length, count, seed):
+    features = vectors(count, seed + 100)
     for kind in SYNTHETIC:
-        records, distances = index.nearest(kind, np.array(lengths), features)
+        records, distances = index.nearest(kind, length, features)
         assert distances.dtype == np.float32
-        for row, length in enumerate(lengths):
-            alike = np.flatnonzero((index.lengths == length) & (index.kinds == kind))
+        alike = np.flatnonzero((index.lengths == length) & (index.kinds == kind))
+        for row in range(count):
             if not len(alike):
                 assert (records[row], distances[row]) == (-1, np.inf)
                 continue
@@ -50,26 +51,17 @@ def test_nearest_record_is_the_brute_force_nearest_of_its_length_and_kind(index,
             true = np.linalg.norm(others - features[row], axis=1)
             assert records[row] == index.records[alike[true.argmin()]]
             assert distances[row] == pytest.approx(true.min(), abs=1e-5)
-
-
-@given(indexes(), st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_nearest_record_does_not_depend_on_the_batch(index, lengths):
-    features = vectors(len(lengths), seed=5)
-    for kind in SYNTHETIC:
-        records, distances = index.nearest(kind, np.array(lengths), features)
-        for row in range(len(lengths)):
-            alone = index.nearest(kind, np.array(lengths[row : row + 1]), features[row : row + 1])
-            assert alone[0].tolist() == records[row : row + 1].tolist()
-            assert alone[1].tolist() == distances[row : row + 1].tolist()
+            alone = index.nearest(kind, length, features[row : row + 1])
+            assert (alone[0][0], alone[1][0]) == (records[row], distances[row])
 
 
 @given(indexes())
 def test_a_synthetic_record_finds_itself_at_distance_zero(index):
-    for kind in SYNTHETIC:
-        of_kind = index.kinds == kind
-        records, distances = index.nearest(kind, index.lengths[of_kind], index.features[of_kind])
-        assert records.tolist() == index.records[of_kind].tolist()
-        assert distances.tolist() == [0.0] * of_kind.sum()
+    for length, kind in product(index.means, SYNTHETIC):
+        features, kinds, of_length = index.of_length(length)
+        records, distances = index.nearest(kind, length, features[kinds == kind])
+        assert records.tolist() == of_length[kinds == kind].tolist()
+        assert distances.tolist() == [0.0] * len(records)
 
 
 @given(indexes())

@@ -41,14 +41,7 @@ def nearest_in(index: faiss.Index, features: np.ndarray) -> tuple[np.ndarray, np
     # depends on the batch, so the distance of the nearest vector is computed again. If Faiss finds no vector,
     # the index is -1, which `reconstruct_batch` would read from before the first vector.
     nearest = index.reconstruct_batch(np.maximum(records, 0))
-    return records, distances_between(nearest, features)
-
-
-def distances_between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the L2 distance of each row of `left` to the same row of `right`: [n, d], [n, d] -> [n]."""
-    off = left - right
-    found: np.ndarray = np.sqrt((off * off).sum(axis=1))
-    return found
+    return records, np.linalg.norm(nearest - features, axis=1)
 
 
 class FeatureIndex:

@@ -229,12 +229,16 @@ class SearchEngine(ReuseStrategy):
 
     def _plainly_nearest(self, features: np.ndarray, groups: Sequence[Group]) -> NearestRecords:
         """Return the nearest synthetic records, without compiled code, and no records of sentences yet."""
-        lengths = np.repeat([group.length for group in groups], [group.count for group in groups])
-        shape = len(RecordKind), len(lengths)
+        shape = len(RecordKind), len(features)
         found = NearestRecords(np.full(shape, -1), np.full(shape, -np.inf, np.float32))
-        for kind in (RecordKind.PROTOTYPE, RecordKind.MEAN):
-            found.records[kind], distances = self.prototypes.nearest(kind, lengths, features)
-            found.similarities[kind] = np.minimum(1.0 - distances, MOST_SIMILAR_OTHER)
+        first = 0
+        for group in groups:
+            rows = slice(first, first + group.count)
+            for kind in (RecordKind.PROTOTYPE, RecordKind.MEAN):
+                records, distances = self.prototypes.nearest(kind, group.length, features[rows])
+                found.records[kind, rows] = records
+                found.similarities[kind, rows] = np.minimum(1.0 - distances, MOST_SIMILAR_OTHER)
+            first = rows.stop
         return found
 
     def _search_stored(
