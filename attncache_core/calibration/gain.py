@@ -111,15 +111,14 @@ def require_gain(
     engine: PrefillEngine,
     min_gain: float,
     *,
-    keep: bool = True,
     measure: bool = True,
     idle_mark: IdleMark = always_idle,
 ) -> None:
     """Restrict reuse to the length groups and batches in which passes are faster by at least `min_gain`.
 
     min_gain: a fraction (0.05 is 5 %). With 0 the engine reuses wherever the budget holds, at any speed. The
-    gain is measured on this machine, which takes seconds; see measure_gain. keep: store the measurement in
-    the database's folder, where the next call finds it. measure: False only adopts a stored measurement.
+    gain is measured on this machine, which takes seconds, and stored in the database's folder, where the next
+    call finds it; see measure_gain. measure: False only adopts a stored measurement.
     idle_mark: when the engine computes requests; the measurement waits meanwhile.
 
     Until the gain is known, the engine reuses nothing (MapReuse.awaits_gain). Does nothing without a
@@ -137,7 +136,7 @@ def require_gain(
     if not traffic.hit_rates:
         return
     reuse.awaits_gain = True
-    folder, circumstances = reuse.database.folder if keep else None, _circumstances(engine, reuse)
+    folder, circumstances = reuse.database.folder, _circumstances(engine, reuse)
     gain = _kept_gain(folder, circumstances, min_gain)
     if gain is None and not measure:
         return
@@ -199,26 +198,25 @@ def measure_gain(
     traffic: Traffic,
     min_gain: float,
     circumstances: Mapping[str, Any],
-    folder: Path | None,
+    folder: Path,
 ) -> MeasuredGain:
     """Measure in which length groups reuse makes passes faster by at least `min_gain` on this machine.
 
     What counts is the lower bound of each gain, so that noise starts no reuse. If both bounds of every gain
-    are on one side of its limit, the measurement is stored in gain.json in `folder` (None: it is not), and a
-    later call with equal `circumstances` and `min_gain` reads it from there. Otherwise a later call measures
-    again. If several processes call this function, one measures and the others wait. Raises
-    MachineBusy if other programs used the processors, and RecordsChanged.
+    are on one side of its limit, the measurement is stored in gain.json in `folder`, and a later call with
+    equal `circumstances` and `min_gain` reads it from there. Otherwise a later call measures again. If
+    several processes call this function, one measures and the others wait. Raises MachineBusy if other
+    programs used the processors, and RecordsChanged.
     """
     with contextlib.ExitStack() as stack:
-        if folder is not None:
-            # Locking a read-only database fails. Its gain is then measured at each start.
-            with contextlib.suppress(OSError):
-                stack.enter_context(locked(folder / "gain.json", on_wait=lambda: None))
+        # Locking a read-only database fails. Its gain is then measured at each start.
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(folder / "gain.json", on_wait=lambda: None))
         kept = _kept_gain(folder, circumstances, min_gain)
         if kept is not None:
             return kept
         measured, is_clear = _measure(timing, traffic, min_gain, circumstances)
-        if folder is not None and is_clear:
+        if is_clear:
             others = [
                 gain for gain in read_gains(folder / "gain.json") if gain.circumstances != circumstances
             ]
@@ -230,9 +228,9 @@ def measure_gain(
     return measured
 
 
-def _kept_gain(folder: Path | None, circumstances: Mapping[str, Any], min_gain: float) -> MeasuredGain | None:
+def _kept_gain(folder: Path, circumstances: Mapping[str, Any], min_gain: float) -> MeasuredGain | None:
     """Return the stored measurement with these circumstances and this `min_gain`, or None."""
-    kept = read_gains(folder / "gain.json") if folder is not None else []
+    kept = read_gains(folder / "gain.json")
     return next(
         (gain for gain in kept if gain.circumstances == circumstances and gain.min_gain == min_gain), None
     )

@@ -97,7 +97,7 @@ def test_batches_of_any_size_reuse_if_one_text_gains_enough(engine, bounds, tmp_
 
 def test_engine_computes_small_batches_in_full(engine, bounds, tiny_corpus):
     bounds += [0.0, 0.2] * 3 + [0.0]
-    require_gain(engine, 0.05, keep=False)
+    require_gain(engine, 0.05)
     (recorded,) = engine.tokenize([tiny_corpus[0].text])
     assert engine.info().gain.least_tokens == 896
     few, many = (prefill(engine, [recorded] * count).outcomes for count in (1, 896))
