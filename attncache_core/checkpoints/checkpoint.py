@@ -200,7 +200,7 @@ class Checkpoint:
     def token_types(self) -> int:
         """The number of types that a token may have; 0 or 1 if the model does not tell tokens apart."""
         default = 2 if self.config.get("model_type") in _TWO_TYPES else 0
-        return int(self.config.get("type_vocab_size", default))
+        return int(self.config.get("type_vocab_size", default) or 0)
 
     @property
     def vocabularies(self) -> list[Path]:

@@ -60,7 +60,7 @@ class DeepseekRouter(nn.Module):
     """The router: chooses the experts of each token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        """Raises UnsupportedModel if scores are not a softmax, or num_experts_per_tok is out of range."""
+        """Raises UnsupportedModel if scores are not a softmax."""
         super().__init__()
         if config.scoring_func != "softmax":
             raise UnsupportedModel(
@@ -68,16 +68,9 @@ class DeepseekRouter(nn.Module):
                 "served for deepseek models; served is: softmax",
                 field="model",
             )
-        experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
-        if not 1 <= chosen <= experts:
-            raise UnsupportedModel(
-                f"num_experts_per_tok in config.json must be 1 to {experts}, the number of routed experts, "
-                f"and is {config.num_experts_per_tok}",
-                field="model",
-            )
-        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
-        self._chosen = chosen
-        self._normalizes = config.norm_topk_prob and chosen > 1
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts or 0, config.hidden_size))
+        self._chosen = config.num_experts_per_tok or 0
+        self._normalizes = config.norm_topk_prob and self._chosen > 1
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [tokens, hidden] -> the chosen experts' (weights, float32; indices, int64), each [tokens, k]."""

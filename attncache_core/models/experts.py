@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attncache_core.errors import UnsupportedModel
 from attncache_core.models.layer import Network
 from attncache_core.models.linear import activated_linear, packed, packed_linear
 
@@ -30,6 +31,31 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
         setattr(module, name, pack_networks(part, activation))
     block: nn.Module = module
     return block
+
+
+def require_routing(config: Any) -> None:
+    """Raise UnsupportedModel if config.json asks a router for experts or groups that there are not."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), 0)
+    if not experts:
+        return
+    if not 1 <= (config.num_experts_per_tok or 0) <= experts:
+        raise UnsupportedModel(
+            f"num_experts_per_tok in config.json must be 1 to {experts}, the number of routed experts, "
+            f"and is {config.num_experts_per_tok}",
+            field="model",
+        )
+    adds_two = config.model_type == "deepseek_v3"  # the two best experts say how good a group is
+    if not adds_two and getattr(config, "topk_method", None) != "group_limited_greedy":
+        return
+    groups = config.n_group or 0
+    if not 1 <= (config.topk_group or 0) <= groups or experts % groups or experts // groups < 1 + adds_two:
+        raise UnsupportedModel(
+            f"n_group and topk_group in config.json are {config.n_group} and {config.topk_group}; n_group "
+            f"must divide the {experts} routed experts{' into groups of two or more' if adds_two else ''}, "
+            "and topk_group must be 1 to n_group",
+            field="model",
+        )
 
 
 def run_experts(

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.linear import ActivatedLinear, Linear, Norm, packed_linear
@@ -138,6 +139,17 @@ class AttentionLayer:
     score_terms: ScoreTerms | None = None  # None: scores are scale Q Kᵀ, which the compiled kernel computes
     # The layer's feed-forward half, and the halves of following layers whose attention is dropped.
     halves: tuple[FeedForward, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedModel if the output projection takes another width than the heads give."""
+        if isinstance(self.projections, Projections) and not isinstance(self.output, ActivatedLinear):
+            given = len(self.order) * self.projections.value_width
+            if self.output.inputs != given:
+                raise UnsupportedModel(
+                    f"the heads of a layer give {given} numbers for each token, and its output projection "
+                    f"takes {self.output.inputs}; correct the numbers and widths of heads in config.json",
+                    field="model",
+                )
 
     @property
     def heads(self) -> int:

@@ -25,6 +25,7 @@ from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.bare import WeightReport, is_bare, read_bare
+from attncache_core.models.experts import require_routing
 from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
 from attncache_core.models.layer import Dropped
 from attncache_core.models.linear import quantizing
@@ -171,6 +172,7 @@ def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], An
             "which must be at least 1",
             field="model",
         )
+    require_routing(config)
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
     _require_droppable(attention, blocks, config.num_hidden_layers)
     dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
@@ -280,6 +282,8 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
 def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) -> tuple[Any, WeightReport]:
     """Return the module of transformers for a checkpoint, and how its weights differ from the module's."""
     loader: Any = _LOADERS[checkpoint.task]
+    # The layers attend by other code, so what config.json asks for need not be installed.
+    asks = "attn_implementation" in checkpoint.config or "_attn_implementation" in checkpoint.config
     model, report = loader.from_pretrained(
         checkpoint.folder,
         dtype=dtype,
@@ -287,6 +291,7 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
         output_loading_info=True,
         # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
         experts_implementation="eager",
+        attn_implementation="eager" if asks else None,
     )
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.

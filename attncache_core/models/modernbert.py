@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.embedding import Embedding
@@ -28,8 +29,16 @@ from attncache_core.models.rotary import LayerRotary
 
 
 def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
-    """Pack a ModernBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
+    """Pack a ModernBERT checkpoint, for pooled embeddings or with its sequence-classification head.
+
+    Raises UnsupportedModel if the local window is negative.
+    """
     base, config = model.base_model, model.config
+    if config.local_attention < 0:
+        raise UnsupportedModel(
+            f"local_attention in config.json is {config.local_attention}, and must be at least 0",
+            field="model",
+        )
     rotary = LayerRotary(base.rotary_emb, config, base.layers[0].attn.head_dim)
 
     def attention(module: Any, number: int, heads: LayerHeads) -> AttentionLayer:

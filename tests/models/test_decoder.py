@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from core_models import CLS, SEP, new_objects, prefill, random_sequences
@@ -130,6 +131,55 @@ def test_networks_without_width_are_refused(tmp_path, name, changes):
     )
     with pytest.raises(UnsupportedModel, match=r"gives the weight .* a width of 0"):
         load_model(read_checkpoint(folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 99}, "must be 1 to 4.*is 99"),
+        (
+            "qwen3-moe-sparse-steps",
+            {"num_experts_per_tok": 0},
+            "must be 1 to 4.*is 0",
+        ),
+        ("deepseek-v3", {"num_experts_per_tok": None}, "num_experts_per_tok .*is None"),
+        ("deepseek-v3", {"n_group": None}, "n_group and topk_group in config.json are None"),
+        ("deepseek-v3", {"n_group": 3, "topk_group": 1}, "must divide the 8 routed experts"),
+        ("deepseek-v3", {"n_group": 8, "topk_group": 1}, "into groups of two or more"),
+        ("deepseek-v3", {"n_group": 2, "topk_group": 3}, "topk_group must be 1 to n_group"),
+        ("deepseek-v2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group .* are None"),
+        ("modernbert-local-global", {"local_attention": -1}, "local_attention in config.json is -1"),
+        ("deberta-absolute", {"attention_head_size": 32}, "heads of a layer give 128 .* takes 32"),
+        ("deberta-absolute", {"attention_head_size": 4}, "heads of a layer give 16 .* takes 32"),
+    ],
+    ids=str,
+)
+def test_impossible_numbers_are_refused_by_name(tmp_path, name, changes, message):
+    case = CASES[name]
+    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    if name == "deberta-absolute":  # whose weights have the other width
+        write_family(folder, replace(case, changes=case.changes | changes).made(), saved_as=case.saved_as)
+    else:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises(UnsupportedModel, match=message) as refused:
+        load_model(read_checkpoint(folder), torch.float32)
+    assert refused.value.field == "model"
+
+
+@pytest.mark.parametrize("name", ["modernbert-local-global", "deberta-absolute", "bert", "llama"])
+def test_what_config_json_says_about_attention_code_and_absent_types_changes_nothing(tmp_path, name):
+    case = CASES[name]
+    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    sequences = random_sequences([3, 9])
+    expected = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
+    path = folder / "config.json"
+    changes = {"attn_implementation": "flash_attention_2"}
+    if name in ("modernbert-local-global", "llama"):
+        changes["type_vocab_size"] = None
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    found = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])
