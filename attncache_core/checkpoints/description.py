@@ -85,7 +85,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         )
     # Without modules, sentence-transformers reads none of the folder's settings.
     settings = _settings(transformer) if modules else {}
-    prompting = read_json(folder / "config_sentence_transformers.json", {})
+    prompting = read_json(folder / "config_sentence_transformers.json", {}) if modules else {}
     prompts = {name: text or "" for name, text in (prompting.get("prompts") or {}).items()}
     if not all(isinstance(text, str) for text in prompts.values()):
         raise UnsupportedModel(
@@ -107,6 +107,16 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         # folder's chat template and prompts are not used.
         pooling = Pooling(("lasttoken",))
         return Checkpoint(name, transformer, source, config, task="label-logits", pooling=pooling)
+    _require_usual_outputs(settings, task, transformer)
+    if task == "embed" and modules and "Pooling" not in modules:
+        raise UnsupportedModel(
+            f"modules.json of model folder {folder} has no Pooling, which makes embeddings of token vectors; "
+            "add it",
+            field="model",
+        )
+    for kind, path in listed:
+        if kind == "Normalize":
+            _require_pooled(read_json(folder / path / "config.json", {}), folder / path)
     if task == "classify":
         _require_classes(config, folder)
     if task == "classify" and config.get("problem_type") == "regression" and not activation:
@@ -130,7 +140,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         prompts=prompts,
         default_prompt=default_prompt or None,
         dense=tuple(_read_dense(folder / path) for kind, path in listed if kind == "Dense"),
-        truncate_dim=_positive(prompting.get("truncate_dim")) if modules else None,
+        truncate_dim=_positive(prompting.get("truncate_dim")),
         matryoshka_dimensions=_matryoshka_dimensions(config),
         activation=activation or "sigmoid",
     )
@@ -207,6 +217,32 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def _require_usual_outputs(settings: dict[str, Any], task: Task, folder: Path) -> None:
+    """Raise UnsupportedModel if the settings of the Transformer module take other outputs or a chat template.
+
+    settings: as `_settings` returns them.
+    """
+    modalities = settings.get("modality_config")
+    if modalities is None:
+        return
+    read, named = ("logits", "scores") if task == "classify" else ("last_hidden_state", "token_embeddings")
+    if "message" in modalities:
+        raise UnsupportedModel(
+            f"the settings of model folder {folder} put each text into the tokenizer's chat template, which "
+            "is not done here; to serve texts as they are, remove the entry message of modality_config",
+            field="model",
+        )
+    text = modalities.get("text") or {}
+    if (text.get("method"), text.get("method_output_name")) != ("forward", read) or (
+        settings.get("module_output_name") != named
+    ):
+        raise UnsupportedModel(
+            f"the settings of model folder {folder} take other outputs of the model than usual "
+            f"(modality_config and module_output_name); supported are {read} of forward as {named}",
+            field="model",
+        )
+
+
 def _require_classes(config: dict[str, Any], folder: Path) -> None:
     """Raise UnsupportedModel unless the names of the classes, if there are any, are numbered from 0 on."""
     named = config.get("id2label")
@@ -256,7 +292,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     listed = read_json(folder / "modules.json", [])
     modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
     kinds = [kind for kind, _ in modules]
-    unknown = sorted(set(kinds) - set(_MODULES))
+    # A publisher's own code is not run, also if its class has the name of a known one.
+    own = {module["type"] for module in listed if not module["type"].startswith("sentence_transformers.")}
+    unknown = sorted((set(kinds) - set(_MODULES)) | own)
     if unknown:
         raise UnsupportedModel(
             f"model folder {folder} has modules that are not supported: {', '.join(unknown)}", field="model"
@@ -307,13 +345,7 @@ def _read_dense(folder: Path) -> Dense:
             f"Dense module {folder} has no model.safetensors; other weight formats are not read",
             field="model",
         )
-    names = {config.get(name) or "sentence_embedding" for name in ("module_input_name", "module_output_name")}
-    if config.get("use_residual") or names != {"sentence_embedding"}:
-        raise UnsupportedModel(
-            f"Dense module {folder} is not a plain layer on pooled vectors (use_residual, module_input_name "
-            "or module_output_name in its config.json); such modules are not supported",
-            field="model",
-        )
+    _require_pooled(config, folder)
     return Dense(
         weights=weights,
         inputs=int(config["in_features"]),
@@ -321,6 +353,17 @@ def _read_dense(folder: Path) -> Dense:
         bias=bool(config.get("bias", True)),
         activation=_dense_activation(config.get("activation_function", "torch.nn.Tanh"), folder),
     )
+
+
+def _require_pooled(config: dict[str, Any], folder: Path) -> None:
+    """Raise UnsupportedModel unless a module behind the pooling is a plain one, on pooled vectors."""
+    names = {config.get(name) or "sentence_embedding" for name in ("module_input_name", "module_output_name")}
+    if config.get("use_residual") or names != {"sentence_embedding"}:
+        raise UnsupportedModel(
+            f"module {folder} is not a plain one on pooled vectors (use_residual, module_input_name or "
+            "module_output_name in its config.json); such modules are not supported",
+            field="model",
+        )
 
 
 def _dense_activation(written: object, folder: Path) -> DenseActivation:

@@ -70,19 +70,22 @@ def count_tokens(tokenizer: Tokenizer, text: str, tokens: int) -> int:
     return round(count * len(text) / len(part)) if part else 0
 
 
-def encoded(tokenizer: Tokenizer, text: str, field: str) -> Encoding:
-    """Return the tokens of a text, without special tokens. Raises InvalidInput, which names `field`."""
+def encoded(tokenizer: Tokenizer, text: str, field: str, *, special: bool = False) -> Encoding:
+    """Return the tokens of a text. special: add the special tokens that open and close a sequence.
+
+    Raises InvalidInput, which names `field`, if the tokenizer cannot read the text.
+    """
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=special)
     except TypeError as error:
-        raise no_unicode(field) from error
-
-
-def no_unicode(field: str) -> InvalidInput:
-    """Return the error for a text that the tokenizer cannot read."""
-    return InvalidInput(
-        f"{field} must be text of Unicode characters, without halves of surrogate pairs", field=field
-    )
+        raise InvalidInput(
+            f"{field} must be text of Unicode characters, without halves of surrogate pairs", field=field
+        ) from error
+    # The tokenizers raise nothing more special if a text is unknown, and the model has no token for that.
+    except Exception as error:
+        raise InvalidInput(
+            f"{field} has characters that the model's tokenizer has no token for; remove them", field=field
+        ) from error
 
 
 def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
@@ -191,9 +194,7 @@ def no_room(max_tokens: int, field: str) -> InvalidInput:
 
 def too_many(tokens: int, maximum: int, field: str) -> InputTooLong:
     """Return the error for sequences with more tokens together than a request may have."""
-    shorten = (
-        "send fewer or shorter labels or inputs" if field == "labels" else "send fewer or shorter inputs"
-    )
+    shorten = f"send fewer or shorter {'labels or inputs' if field == 'labels' else 'ones'}"
     return InputTooLong(
         f"{field} make sequences with {tokens} tokens or more, and a request may have {maximum}: {shorten}",
         field=field,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import chain, groupby, pairwise, takewhile
 from typing import Literal, TypeVar, overload
@@ -16,9 +17,9 @@ from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.text.limits import (
     count_tokens,
+    encoded,
     list_of,
     no_room,
-    no_unicode,
     require_few_characters,
     require_few_characters_of_text,
     require_few_label_characters,
@@ -57,8 +58,19 @@ class TextTokenizer:
         if not checkpoint.vocabularies:
             # transformers would create a tokenizer with an empty vocabulary.
             raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
-        with loading(f"the tokenizer of model {checkpoint.name}"):
-            loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        try:
+            with loading(f"the tokenizer of model {checkpoint.name}"):
+                loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+                self._special = frozenset(loaded.all_special_ids)
+        except UnsupportedModel as error:
+            if (checkpoint.folder / "tokenizer.json").is_file():
+                raise
+            raise UnsupportedModel(
+                f"{error}; the folder has no tokenizer.json, and files of SentencePiece are read only if the "
+                "packages sentencepiece and protobuf are installed: install them, or save the tokenizer with "
+                "transformers, which writes tokenizer.json",
+                field="model",
+            ) from error
         if not loaded.is_fast:
             raise UnsupportedModel(
                 f"model {checkpoint.name} has no fast tokenizer (tokenizer.json)", field="model"
@@ -85,7 +97,9 @@ class TextTokenizer:
         self.max_tokens = int(min(limits))
         self._has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
-        self._special = frozenset(loaded.all_special_ids)
+        if getattr(self._tokenizer.model, "dropout", None):
+            # BPE-dropout (Provilkov et al. 2020) is for training: equal texts would have different tokens.
+            self._tokenizer.model.dropout = None
         if checkpoint.lowercase:
             # The tokenizer lowercases, because str.lower() would also change special tokens in a text.
             existing = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
@@ -93,13 +107,34 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
+        known = set(self._tokenizer.get_vocab().values())
+        if known <= self._special:
+            raise UnsupportedModel(
+                f"the tokenizer of model {checkpoint.name} has special tokens only, because its class reads "
+                "no file of the folder; save the tokenizer with transformers, which writes tokenizer.json",
+                field="model",
+            )
         # The number of token ids: the highest id that a text can have, plus one.
-        self.vocabulary = max(self._tokenizer.get_vocab().values()) + 1
+        self.vocabulary = max(known) + 1
         # The number of them that the model accepts: the tokenizer of EmbeddingGemma has one more.
         rows = checkpoint.config.get("vocab_size")
         self.known_ids = min(self.vocabulary, rows) if isinstance(rows, int) else self.vocabulary
         # A sample, for questions about a template whose answer does not depend on the text.
         self._any_text = self._text_with_a_token()
+        sample = self._tokenizer.encode(self._any_text)
+        special = sum(sample.special_tokens_mask)
+        if special > self.max_tokens:
+            raise UnsupportedModel(
+                f"a text of model {checkpoint.name} may have {self.max_tokens} tokens, and has {special} "
+                "special ones; raise max_seq_length in sentence_bert_config.json",
+                field="model",
+            )
+        if self._has_types and any(sample.type_ids):
+            raise UnsupportedModel(
+                f"the tokenizer of model {checkpoint.name} gives tokens of a single text other types than 0, "
+                "which is not served",
+                field="model",
+            )
         self.default_prompt = self.prompt(checkpoint.template)
         self._prefixes = checkpoint.prompts
 
@@ -113,7 +148,8 @@ class TextTokenizer:
         """
         require_short(template.characters, self.max_tokens, field)
         if template != Template() or continuation_tokens:
-            taken = len(self._tokenizer.encode(template.around(template.sample(""))).ids)
+            around = template.around(template.sample(""))
+            taken = len(encoded(self._tokenizer, around, field, special=True))
             if taken >= self.max_tokens:
                 raise no_room(self.max_tokens, field)
             if taken + continuation_tokens >= self.max_tokens:
@@ -143,7 +179,9 @@ class TextTokenizer:
         if not template.prefix:
             raise InvalidInput(f"template has no text in front of {place}", field="template")
         samples = map(template.sample, _DIFFERENT_TEXTS)
-        sequences = [self._tokenizer.encode(template.around(text)).ids for text in samples]
+        sequences = [
+            encoded(self._tokenizer, template.around(text), "template", special=True).ids for text in samples
+        ]
         columns = zip(*sequences, strict=False)
         front = [column[0] for column in takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
         if not front:
@@ -223,7 +261,8 @@ class TextTokenizer:
                 ]
                 yield from self._between_separators(pairs, prompt.cut, room, truncate, first)
             else:
-                for index, ids in enumerate(self._encoded(map(template.around, uncut))):
+                field_of = partial(_field_of_input, first)
+                for index, ids in enumerate(self._encoded(map(template.around, uncut), field_of)):
                     surplus = len(ids) - room
                     if surplus > 0 and not truncate:
                         raise too_long(room, first + index)
@@ -239,7 +278,12 @@ class TextTokenizer:
         the first pair in the request.
         """
         distinct = dict.fromkeys(text for pair, _ in pairs for text in pair)
-        encoded = zip(distinct, self._encoded(distinct, special=False), strict=True)
+
+        def field_of(index: int) -> str:
+            text = list(distinct)[index]
+            return _field_of_input(first, next(at for at, (pair, _) in enumerate(pairs) if text in pair))
+
+        tokenized = zip(distinct, self._encoded(distinct, field_of, special=False), strict=True)
         known: dict[str, list[int]] = {}
         count = cache(partial(count_tokens, self._tokenizer, tokens=self.max_tokens))
 
@@ -248,7 +292,7 @@ class TextTokenizer:
 
         for index, ((one, other), whole) in enumerate(pairs, first):
             while one not in known or other not in known:
-                known.update([next(encoded)])
+                known.update([next(tokenized)])
             of_whole = partial(counts, whole) if (one, other) != whole else None
             try:
                 tokens = self._pair_layout.around(known[one], known[other], room, cut, of_whole)
@@ -274,7 +318,7 @@ class TextTokenizer:
         """
         for text in texts:
             require_few_characters_of_text(text, self.max_tokens, field)
-        return list(self._encoded(texts, special=False))
+        return list(self._encoded(texts, lambda _: field, special=False))
 
     def frame(self, prompt: Prompt) -> Frame:
         """Return the tokens that a prompt puts around the tokens of `turns`.
@@ -315,10 +359,14 @@ class TextTokenizer:
         require_short_labels(labels, self.max_tokens)
         require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
-        encoded = self._encoded([before, *(before + space + label for label in labels)], special=False)
-        known, tokens = next(encoded), 0
+        tokenized = self._encoded(
+            [before, *(before + space + label for label in labels)],
+            lambda index: f"labels[{index - 1}]" if index else "template",
+            special=False,
+        )
+        known, tokens = next(tokenized), 0
         continuations: list[tuple[int, ...]] = []
-        for index, ids in enumerate(encoded):
+        for index, ids in enumerate(tokenized):
             if ids[: len(known)] != known or len(ids) == len(known):
                 raise InvalidInput(
                     f"labels[{index}] adds no token of its own after the template; if the template ends in a "
@@ -338,8 +386,10 @@ class TextTokenizer:
         """
         for text in texts:
             require_few_characters_of_text(text, self.max_tokens, "inputs")
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
-        return list(map(pieces_of, texts, encodings))
+        return [
+            pieces_of(text, encoded(self._tokenizer, text, f"inputs[{index}]", special=special))
+            for index, text in enumerate(texts)
+        ]
 
     def decode(self, sequences: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Return the text of each sequence of token ids. skip_special: leave special tokens out."""
@@ -367,20 +417,28 @@ class TextTokenizer:
         """The number of tokens of the checkpoint's template at the front of a sequence."""
         return self.default_prompt.sequence_plans[0].prompt_tokens
 
-    def _encoded(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+    def _encoded(
+        self, texts: Iterable[str], field_of: Callable[[int], str], *, special: bool = True
+    ) -> Iterator[list[int]]:
         """Yield the token ids of each text. The tokenizer gets a few texts at a time.
 
-        special: whether to add the special tokens that open and close a sequence. Raises InvalidInput if
-        a text is not one.
+        field_of: returns the field of text `index`, for errors. special: whether to add the special tokens
+        that open and close a sequence. Raises InvalidInput if the tokenizer cannot read a text.
         """
+        first = 0
         for part in _parts(texts):
-            try:
-                if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:  # keeps the lock
-                    encodings = [self._tokenizer.encode(part[0], add_special_tokens=special)]
-                else:
+            if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:  # keeps the lock
+                encodings = [encoded(self._tokenizer, part[0], field_of(first), special=special)]
+            else:
+                try:
                     encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=special)
-            except TypeError as error:
-                raise no_unicode("inputs") from error
+                except Exception:
+                    # One by one, so that the error names the text.
+                    encodings = [
+                        encoded(self._tokenizer, text, field_of(index), special=special)
+                        for index, text in enumerate(part, first)
+                    ]
+            first += len(part)
             for encoding in encodings:
                 yield encoding.ids
 
@@ -388,8 +446,9 @@ class TextTokenizer:
         """Return a text that has a token. Raises UnsupportedModel if there is none."""
         words = (self._tokenizer.decode([token]) for token in range(self.vocabulary))
         for text in chain(["text"], words):
-            if self._tokenizer.encode(text, add_special_tokens=False).ids:
-                return text
+            with suppress(InvalidInput):  # a text that the tokenizer has no token for
+                if encoded(self._tokenizer, text, "text").ids:
+                    return text
         raise UnsupportedModel("the tokenizer has no token for any text", field="model")
 
     @cached_property
@@ -427,7 +486,8 @@ class TextTokenizer:
             for index, ((_, stop), special) in enumerate(
                 zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
             )
-            if first < stop <= end and not special
+            # The first token of a text may stand for no character: the space that a tokenizer puts before it.
+            if (first < stop or not front) and stop <= end and not special
         ]
         if surplus > len(of_text):
             raise no_room(self.max_tokens, "template")
@@ -445,6 +505,10 @@ class TextTokenizer:
         # A special token at the end closes the sequence and does not belong to the prefix. As in
         # sentence-transformers, one that the prefix itself ends in is taken for it.
         return len(ids) - bool(ids and ids[-1] in self._special)
+
+
+def _field_of_input(first: int, index: int) -> str:
+    return f"inputs[{first + index}]"
 
 
 Ids = TypeVar("Ids", bound=Sequence[int])

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
+from attncache_core import InvalidInput, NoClassifier, class_scores, normalize
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import answer, best_first, check_count, computed, json_list, label_logits
+from service.routes.common import answer, best_first, check_count, computed, json_list, label_logits, named
 from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest
@@ -164,23 +164,14 @@ async def _label_embeddings(
 ) -> np.ndarray:
     """Return the labels' embeddings, [labels, dimensions], of unit length.
 
-    Computes only labels that are not cached for this salt, or all if `reuse` is False. Raises NotFinite and
-    InputTooLong for the field "labels".
+    Computes only labels that are not cached for this salt, or all if `reuse` is False. Errors name the label.
     """
     known = serving.label_memory.recall(labels, truncate, salt) if reuse else {}
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
-        try:
+        with named("labels", lambda index: f"labels[{labels.index(missing[index])}]"):
             result = await computed(call, serving, Texts(missing, truncate), reuse=False, counted=False)
-        except NotFinite as error:
-            raise NotFinite.of(labels.index(missing[error.index]), "labels") from error
-        except InputTooLong as error:
-            # The original error's field names an input.
-            raise InputTooLong(
-                "labels have more tokens than the model or a request accepts; shorten the labels",
-                field="labels",
-            ) from error
         embeddings = normalize(result.outputs)
         serving.label_memory.remember(missing, truncate, embeddings, salt)
         known.update(zip(missing, embeddings, strict=True))

@@ -6,6 +6,7 @@ import pickle
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from core_models import VOCABULARY, flip, write_json, write_model, write_sentence_transformer, write_tokenizer
 from core_reference import FLOAT32
@@ -98,6 +99,14 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
     assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
 
 
+USUAL_TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+def usual_outputs(named="token_embeddings", **modalities):
+    """The settings of a Transformer module, as sentence-transformers 6 writes them, with changes."""
+    return json.dumps({"modality_config": {"text": USUAL_TEXT} | modalities, "module_output_name": named})
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -137,6 +146,28 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
         ("sentence_bert_config.json", '{"query_length": 8}', "not supported: query_length"),
         ("sentence_bert_config.json", '{"max_seq_length": "64"}', "max_seq_length .* a whole number"),
         ("config_sentence_transformers.json", '{"prompts": {"a": 7}}', "a prompt that is no string"),
+        (
+            "sentence_bert_config.json",
+            usual_outputs(message=USUAL_TEXT),
+            "into the tokenizer's chat template",
+        ),
+        (
+            "sentence_bert_config.json",
+            usual_outputs(text=USUAL_TEXT | {"method_output_name": ["hidden_states", -2]}),
+            "supported are last_hidden_state of forward as token_embeddings",
+        ),
+        ("sentence_bert_config.json", usual_outputs(named="sentence_embedding"), "take other outputs"),
+        ("2_Normalize/config.json", '{"module_input_name": "token_embeddings"}', "not a plain one on pooled"),
+        (
+            "modules.json",
+            '[{"type": "sentence_transformers.models.Transformer", "path": ""}]',
+            "has no Pooling",
+        ),
+        (
+            "modules.json",
+            '[{"type": "custom_st.Transformer", "path": ""}, {"type": "my.Pooling", "path": "1_Pooling"}]',
+            "not supported: custom_st.Transformer, my.Pooling",
+        ),
     ],
 )
 def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
@@ -173,6 +204,16 @@ def test_settings_of_a_folder_without_modules_are_not_read_as_in_sentence_transf
     assert SentenceTransformer(str(folder)).max_seq_length > 8
 
 
+def test_prompts_of_a_folder_without_modules_are_not_read_as_in_sentence_transformers(tmp_path):
+    folder = write_model(tmp_path / "plain")
+    described = {"prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
+    write_json(folder / "config_sentence_transformers.json", described)
+    assert read_checkpoint(folder).prompts == {}
+    expected = SentenceTransformer(str(folder), device="cpu").encode(["my card"], normalize_embeddings=True)
+    found = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["my card"])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_longest_text_is_read_from_the_settings_of_calls(copied):
     calls = {"processing_kwargs": {"text": {"max_length": 9, "truncation": True, "padding": True}}}
     write_json(copied / "sentence_bert_config.json", {"max_seq_length": 12.0, **calls})
@@ -188,6 +229,9 @@ def test_cross_encoder_with_a_prompt_for_queries_is_refused(tmp_path):
     folder = write_model(tmp_path / "model", labels=["relevance"])
     described = {"model_type": "CrossEncoder", "prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
     write_json(folder / "config_sentence_transformers.json", described)
+    write_json(
+        folder / "modules.json", [{"type": "sentence_transformers.base.modules.Transformer", "path": ""}]
+    )
     checkpoint = read_checkpoint(folder)
     with pytest.raises(UnsupportedModel, match=r"default prompt .* for the first text of a pair"):
         PrefillEngine.load(checkpoint, dtype="float32")

@@ -208,7 +208,7 @@ async def test_text_that_is_too_long_is_refused_without_truncation(client):
 async def test_error_for_a_long_label_names_labels_and_not_inputs(client):
     body = {"inputs": "a", "labels": ["b", SECRET * 50], "truncate": False}
     response = await client.post("/classify", json=body)
-    await assert_refused(client, response, 422, "input_too_long", "labels")
+    await assert_refused(client, response, 422, "input_too_long", "labels[1]")
 
 
 @pytest.mark.parametrize(

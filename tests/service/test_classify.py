@@ -76,6 +76,20 @@ async def test_only_labels_that_are_not_cached_are_computed():
     assert engine.batches == [["a", "b"], ["x"], ["c"], ["x"]]
 
 
+async def test_label_without_a_token_is_refused_by_its_own_name():
+    class Blank(FakeEngine):
+        def tokenize(self, texts, *arguments):
+            found = super().tokenize(texts, *arguments)
+            return [ids if text.strip() else [] for text, ids in zip(texts, found, strict=True)]
+
+    async with serving(Blank()) as client:
+        for _ in range(2):  # the second time, the first label is known
+            response = await client.post("/classify", json={"inputs": "x", "labels": ["a", " "]})
+            assert response.status_code == 400
+            assert response.json()["error"]["field"] == "labels[1]"
+            await client.post("/classify", json={"inputs": "x", "labels": ["a"]})
+
+
 @pytest.mark.parametrize("task", ["embed", "classify"])
 async def test_classifier_needs_no_labels(task):
     async with serving(FakeEngine(task=task, labels=KNOWN)) as client:

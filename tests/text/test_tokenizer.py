@@ -9,7 +9,7 @@ from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -202,8 +202,9 @@ def test_frame_without_room_for_a_text_is_refused(tmp_path):
 def test_half_of_a_surrogate_pair_is_refused_as_invalid_input(both):
     ours, _ = both
     for text in ("\ud800", "\ud800" + "a" * 100_000, ("my", "\ud800" + "a" * 100_000)):
-        with pytest.raises(InvalidInput, match="halves of surrogate pairs"):
+        with pytest.raises(InvalidInput, match="halves of surrogate pairs") as refused:
             ours.tokenize(["my card", text], truncate=True)
+        assert refused.value.field == "inputs[1]"
 
 
 @pytest.mark.parametrize("text", [None, 5, float("nan"), b"my", ("my", 5), ("my",), ["my", "card"]])
@@ -223,14 +224,108 @@ def test_texts_of_any_iterable_are_tokenised(tiny_checkpoint):
         np.testing.assert_array_equal(engine.embed(listed), engine.embed(texts))
 
 
-def test_tokenizer_that_has_no_token_for_the_word_text_has_frames_and_pairs(tmp_path):
-    folder = write_sentence_transformer(tmp_path)
-    letters = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "A": 2, "C": 3}, []))
-    letters.add_special_tokens(["[CLS]", "[SEP]"])
-    letters.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
-    letters.save(str(folder / "tokenizer.json"))
+def with_tokenizer(folder, tokenizer, **settings):
+    """Write the tiny model with another tokenizer, and return its description."""
+    write_sentence_transformer(folder, **settings)
+    tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    tokenizer = TextTokenizer(read_checkpoint(folder))
+    return read_checkpoint(folder)
+
+
+def closed(model, kind=0):
+    """A tokenizer that puts [CLS] and [SEP] around a text, whose tokens have this type."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"[CLS] $A:{kind} [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    return tokenizer
+
+
+FEW_WORDS = {"[CLS]": 0, "[SEP]": 1, "A": 2, "C": 3}
+
+
+def test_text_that_the_tokenizer_has_no_token_for_is_refused_with_its_index(tmp_path):
+    tokenizer = TextTokenizer(with_tokenizer(tmp_path, closed(models.WordLevel(FEW_WORDS))))
+    assert tokenizer.tokenize(["A", "C A"], truncate=True) == [[0, 2, 1], [0, 3, 2, 1]]
+    pairs, template = [("A", "C"), ("C", "what")], Template("", "", " A")
+    for refused, field in (
+        (lambda: tokenizer.tokenize(["A", "C what"], truncate=True), "inputs[1]"),
+        (lambda: tokenizer.tokenize(["what"], truncate=True), "inputs[0]"),
+        (lambda: tokenizer.tokenize(pairs, truncate=True), "inputs[1]"),
+        (lambda: tokenizer.pieces(["A", "what"]), "inputs[1]"),
+        (lambda: tokenizer.turns(["A", "what"], "segments"), "segments"),
+        (lambda: tokenizer.continuations(template, ["C", "what"]), "labels[1]"),
+        (lambda: tokenizer.prompt(Template("what ")), "template"),
+    ):
+        with pytest.raises(InvalidInput, match="the model's tokenizer has no token for") as caught:
+            refused()
+        assert caught.value.field == field
+
+
+def test_equal_texts_have_equal_tokens_whatever_dropout_the_file_names(tmp_path):
+    merges = [("A", "C"), ("AC", "AC"), ("ACAC", "AC")]
+    model = models.BPE(FEW_WORDS | {"AC": 4, "ACAC": 5, "ACACAC": 6}, merges, dropout=0.5)
+    tokenizer = TextTokenizer(with_tokenizer(tmp_path, closed(model)))
+    assert tokenizer.tokenize(["ACACAC"] * 64, truncate=True) == [[0, 6, 1]] * 64
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "settings", "message"),
+    [
+        (closed(models.WordLevel({"[CLS]": 0, "[SEP]": 1})), {}, "has special tokens only"),
+        (closed(models.WordLevel(FEW_WORDS)), {"settings": {"max_seq_length": 1}}, "raise max_seq_length"),
+        (closed(models.WordLevel(FEW_WORDS), kind=1), {}, "other types than 0"),
+    ],
+)
+def test_tokenizer_that_can_give_no_right_answer_is_refused(tmp_path, tokenizer, settings, message):
+    checkpoint = with_tokenizer(tmp_path, tokenizer, **settings)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    write_json(
+        tmp_path / "tokenizer_config.json", named | {"model_input_names": ["input_ids", "token_type_ids"]}
+    )
+    with pytest.raises(UnsupportedModel, match=message) as refused:
+        TextTokenizer(checkpoint)
+    assert refused.value.field == "model"
+
+
+def test_files_of_sentencepiece_that_cannot_be_read_name_the_packages(tmp_path):
+    folder = write_sentence_transformer(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").unlink(missing_ok=True)
+    (folder / "spm.model").write_bytes(b"\x0a\x0e\x0a\x05")
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "DebertaV2Tokenizer"})
+    with pytest.raises(UnsupportedModel, match="packages sentencepiece and protobuf"):
+        TextTokenizer(read_checkpoint(folder))
+
+
+@pytest.mark.parametrize("longest", [4, 6, 9])
+@given(text=texts_of_words)
+def test_text_cut_at_its_beginning_is_cut_as_by_transformers(spaced, longest, text):
+    ours, theirs = TextTokenizer(spaced, max_tokens=longest), AutoTokenizer.from_pretrained(spaced.folder)
+    theirs.truncation_side = "left"
+    expected = theirs(text, truncation=True, max_length=longest)["input_ids"]
+    assert ours.cut_at_beginning(text, ours.default_prompt, "inputs")[0] == expected
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory):
+    """A tokenizer that puts a space before each text, which becomes a token without a character."""
+    alphabet = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 2)
+    }
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1} | alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0), trim_offsets=True)
+    return with_tokenizer(tmp_path_factory.mktemp("spaced"), tokenizer)
+
+
+def test_tokenizer_that_has_no_token_for_the_word_text_has_frames_and_pairs(tmp_path):
+    letters = closed(models.BPE(FEW_WORDS, []))
+    letters.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    tokenizer = TextTokenizer(with_tokenizer(tmp_path, letters))
     frame = tokenizer.frame(tokenizer.default_prompt)
     assert (frame.before, frame.after) == ([0], [1])
     assert list(tokenizer.tokenize([("AC", "C")], truncate=True)[0]) == [0, 2, 3, 1, 3, 1]
