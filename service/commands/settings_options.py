@@ -69,7 +69,7 @@ def config_option() -> click.Option:
 
 
 class _Option(click.Option):
-    """An option whose variable is shown in the help but read by pydantic-settings."""
+    """An option whose variable is shown in the help but read by gather_settings."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> None:  # noqa: ARG002
         return None

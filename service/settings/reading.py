@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from attncache_core.runtime.files import write_whole
 from service.errors import InvalidSettings
@@ -58,14 +57,6 @@ _SENTENCES = {
 }
 
 
-class _Sources(Settings, BaseSettings):
-    """What pydantic-settings looks for. An empty variable counts as absent, as Compose files leave them."""
-
-    model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX, env_ignore_empty=True, enable_decoding=False
-    )
-
-
 def gather_settings(options: Mapping[str, object], config: Path | None = None) -> Settings:
     """Return the settings from options by field name, the environment and a TOML file.
 
@@ -73,7 +64,9 @@ def gather_settings(options: Mapping[str, object], config: Path | None = None) -
     """
     refuse_unknown_variables(os.environ)
     in_file = _read_file(config) if config else {}
-    given = {**EnvSettingsSource(_Sources)(), **options}
+    variables = {field: os.environ.get(environment_name(field)) for field in Settings.model_fields}
+    # An empty variable counts as absent, as Compose files leave them.
+    given = {**{field: value for field, value in variables.items() if value}, **options}
 
     def names(field: str) -> str:
         is_of_file = field in in_file and field not in given
