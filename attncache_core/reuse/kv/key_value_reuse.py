@@ -12,7 +12,7 @@ of their own, and never stand for the blocks of any text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -90,51 +90,30 @@ class KeyValueReuse:
         None if not all of them are stored, or if pooling reads other tokens than the last one: what it reads
         of the kept tokens is not stored. ids, plan, salt, passing: as for `prefix_key`.
         """
-        source = self.prefix_key(ids, plan, salt, passing=passing)
+        prefix_key = self.prefix_key(ids, plan, salt, passing=passing)
         if not kept or not self.reads_last:
             return None
-        kept_salt = truncated_salt(source, kept)
-        stored = store_truncated(self.store, source, kept, lambda ids: self.whole(ids, kept_salt))
-        return kept_salt if stored else None
-
-
-def truncated_salt(prefix_key: PrefixKey, positions: Sequence[int]) -> bytes:
-    """Return the salt of the tokens of a sequence at these positions."""
-    kept = np.asarray(positions, dtype="<i8").tobytes()
-    # No salt of a client begins with this byte, because clients send UTF-8.
-    return b"\xff" + hashlib.sha256(prefix_key.root + prefix_key.tokens + kept).digest()
-
-
-def store_truncated(
-    store: KeyValueStore,
-    prefix_key: PrefixKey,
-    positions: Sequence[int],
-    prefix_key_with: Callable[[Sequence[int]], PrefixKey],
-) -> bool:
-    """Store the keys and values of the tokens of a sequence at `positions` (rising) as another sequence.
-
-    prefix_key_with: returns how a sequence of token ids is looked up under the salt of `truncated_salt`.
-    Returns False, and stores nothing, unless all the tokens are stored.
-    """
-    store.fetch(prefix_key)
-    if store.lookup(prefix_key).memory <= positions[-1]:
-        return False  # before places are reserved for what is not stored
-    source = store.begin([prefix_key], load=False)
-    try:
-        if source.given_tokens[0] <= positions[-1]:
-            return False
-        ids = np.frombuffer(prefix_key.tokens, dtype="<i4")[positions].tolist()
-        target = store.begin([prefix_key_with(ids)], load=False)
+        self.store.fetch(prefix_key)
+        if self.store.lookup(prefix_key).memory <= kept[-1]:
+            return None  # before places are reserved for what is not stored
+        positions = np.asarray(kept, dtype="<i8").tobytes()
+        # No salt of a client begins with this byte, because clients send UTF-8.
+        kept_salt = b"\xff" + hashlib.sha256(prefix_key.root + prefix_key.tokens + positions).digest()
+        source = self.store.begin([prefix_key], load=False)
         try:
-            for block, _, first in target.new:
-                kept = positions[first : first + block.name.length]
-                _copy(store, source.given[0], kept, block)
-            store.finish(target)
+            if source.given_tokens[0] <= kept[-1]:
+                return None
+            kept_ids = np.frombuffer(prefix_key.tokens, dtype="<i4")[kept].tolist()
+            target = self.store.begin([self.whole(kept_ids, kept_salt)], load=False)
+            try:
+                for block, _, first in target.new:
+                    _copy(self.store, source.given[0], kept[first : first + block.name.length], block)
+                self.store.finish(target)
+            finally:
+                self.store.abandon(target)
+            return kept_salt
         finally:
-            store.abandon(target)
-        return True
-    finally:
-        store.abandon(source)
+            self.store.abandon(source)
 
 
 def _copy(store: KeyValueStore, blocks: Sequence[Block], positions: Sequence[int], block: Block) -> None:

@@ -5,9 +5,10 @@ import pytest
 import torch
 from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_ids, run, store_of
 
+from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
-from attncache_core.reuse.kv.key_value_reuse import store_truncated, truncated_salt
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,8 @@ def slots_of(store, sequence):
 
 
 def truncate(store, ids, positions):
-    salt = truncated_salt(prefix_key(ids), positions)
-    stored = store_truncated(store, prefix_key(ids), positions, lambda kept: prefix_key(kept, salt))
-    return salt if stored else None
+    reuse = KeyValueReuse(store, b"model", Pooling(("lasttoken",)), prompt_tokens=0)
+    return reuse.truncate(ids, None, b"", positions)
 
 
 @pytest.mark.parametrize(
