@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.decoder import assemble_decoder
 from attncache_core.models.layer import Dropped
@@ -26,9 +25,6 @@ from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projection, joined_linear
 from attncache_core.models.rotary import LayerRotary, Rotary
-
-# How DeepSeek-V2 chooses the experts of a token: topk_method in config.json.
-_ROUTINGS = ("greedy", "group_limited_greedy")
 
 
 class LatentProjections:
@@ -163,11 +159,6 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) ->
     """Pack a DeepSeek-V2 or V3 checkpoint; see decoder.decoder."""
     base = getattr(model, "model", model)
     config = base.config
-    if config.model_type == "deepseek_v2" and config.topk_method not in _ROUTINGS:
-        raise UnsupportedModel(
-            f"topk_method in config.json is {config.topk_method!r}; served are: {', '.join(_ROUTINGS)}",
-            field="model",
-        )
     rotary = LayerRotary(base.rotary_emb, config, config.qk_rope_head_dim)
     rotary_dims = torch.arange(config.qk_rope_head_dim)
     if config.model_type == "deepseek_v2" or config.rope_interleave:

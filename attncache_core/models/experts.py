@@ -15,6 +15,9 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models.layer import Network
 from attncache_core.models.linear import activated_linear, packed, packed_linear
 
+# How DeepSeek-V2 chooses the experts of a token: topk_method in config.json.
+_ROUTINGS = ("greedy", "group_limited_greedy")
+
 
 def pack_networks(module: Any, activation: str) -> nn.Module:
     """Replace every gated network in `module` by a packed one. Return the module, or its replacement.
@@ -34,7 +37,7 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
 
 
 def require_routing(config: Any) -> None:
-    """Raise UnsupportedModel if config.json asks a router for experts or groups that there are not."""
+    """Raise UnsupportedModel if config.json asks a router for what it cannot choose."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), 0)
     if not experts:
@@ -45,8 +48,13 @@ def require_routing(config: Any) -> None:
             f"and is {config.num_experts_per_tok}",
             field="model",
         )
+    if config.model_type == "deepseek_v2" and config.topk_method not in _ROUTINGS:
+        raise UnsupportedModel(
+            f"topk_method in config.json is {config.topk_method!r}; served are: {', '.join(_ROUTINGS)}",
+            field="model",
+        )
     adds_two = config.model_type == "deepseek_v3"  # the two best experts say how good a group is
-    if not adds_two and getattr(config, "topk_method", None) != "group_limited_greedy":
+    if not (adds_two or (config.model_type == "deepseek_v2" and config.topk_method == _ROUTINGS[1])):
         return
     groups = config.n_group or 0
     if not 1 <= (config.topk_group or 0) <= groups or experts % groups or experts // groups < 1 + adds_two:

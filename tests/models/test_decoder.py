@@ -167,6 +167,12 @@ def test_impossible_numbers_are_refused_by_name(tmp_path, name, changes, message
     assert refused.value.field == "model"
 
 
+def test_names_that_the_family_does_not_have_are_ignored(tmp_path):
+    case = DECODERS["deepseek"]
+    made = replace(case, changes=case.changes | {"topk_method": "group_limited_greedy"}).made()
+    load_model(read_checkpoint(write_family(tmp_path, made, saved_as=case.saved_as)), torch.float32)
+
+
 @pytest.mark.parametrize("name", ["modernbert-local-global", "deberta-absolute", "bert", "llama"])
 def test_what_config_json_says_about_attention_code_and_absent_types_changes_nothing(tmp_path, name):
     case = CASES[name]
