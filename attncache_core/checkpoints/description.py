@@ -86,6 +86,13 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     # Without modules, sentence-transformers reads none of the folder's settings.
     settings = _settings(transformer) if modules else {}
     prompting = read_json(folder / "config_sentence_transformers.json", {}) if modules else {}
+    kind = prompting.get("model_type") or "SentenceTransformer"
+    if kind not in ("SentenceTransformer", "CrossEncoder"):
+        raise UnsupportedModel(
+            f"model folder {folder} is a {kind} of sentence-transformers (model_type in "
+            "config_sentence_transformers.json); served are SentenceTransformer and CrossEncoder",
+            field="model",
+        )
     prompts = {name: text or "" for name, text in (prompting.get("prompts") or {}).items()}
     if not all(isinstance(text, str) for text in prompts.values()):
         raise UnsupportedModel(
@@ -283,7 +290,7 @@ def _cross_encoder_activation(config: dict[str, Any], described: dict[str, Any])
     return _ACTIVATIONS[function]
 
 
-# The modules that are supported, in the order that is required. Only Dense may stand there more than once.
+# The modules that are supported, in the order that is required.
 _MODULES = ("Transformer", "LogitScore", "Pooling", "Dense", "Normalize")
 
 
@@ -299,10 +306,12 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise UnsupportedModel(
             f"model folder {folder} has modules that are not supported: {', '.join(unknown)}", field="model"
         )
-    if kinds != sorted(kinds, key=_MODULES.index) or ("Dense" in kinds and "Pooling" not in kinds):
+    is_repeated = any(kinds.count(kind) > 1 for kind in ("Transformer", "LogitScore", "Pooling"))
+    is_sorted = kinds == sorted(kinds, key=_MODULES.index)
+    if is_repeated or not is_sorted or ("Dense" in kinds and "Pooling" not in kinds):
         raise UnsupportedModel(
             f"model folder {folder} has its modules in the order {', '.join(kinds)}; supported are "
-            "Transformer, Pooling, Dense and Normalize, in this order",
+            "Transformer, Pooling, Dense and Normalize, in this order, and only Dense more than once",
             field="model",
         )
     return modules

@@ -165,6 +165,21 @@ def usual_outputs(named="token_embeddings", **modalities):
         ),
         (
             "modules.json",
+            json.dumps(
+                [
+                    {"type": f"sentence_transformers.models.{kind}", "path": path}
+                    for kind, path in (
+                        ("Transformer", ""),
+                        ("Pooling", "1_Pooling"),
+                        ("Pooling", "1_Pooling"),
+                    )
+                ]
+            ),
+            "only Dense more than once",
+        ),
+        ("config_sentence_transformers.json", '{"model_type": "SparseEncoder"}', "is a SparseEncoder of"),
+        (
+            "modules.json",
             '[{"type": "custom_st.Transformer", "path": ""}, {"type": "my.Pooling", "path": "1_Pooling"}]',
             "not supported: custom_st.Transformer, my.Pooling",
         ),
