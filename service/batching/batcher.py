@@ -98,11 +98,6 @@ class Batcher:
         return self._queue.waiting_tokens
 
     @property
-    def waiting_requests(self) -> int:
-        """The number of requests that wait for the engine."""
-        return len(self._queue)
-
-    @property
     def kept_bytes(self) -> int:
         """The bytes of the results that are kept."""
         return self._results.bytes if self._results else 0

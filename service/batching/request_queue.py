@@ -76,10 +76,6 @@ class RequestQueue:
         self._computing = 0  # of them, the threads that compute
         self._idle_work = 0  # of these, the threads that began an idle turn and have no batch yet
 
-    def __len__(self) -> int:
-        """Return the number of requests that wait."""
-        return self._waiting_requests
-
     @property
     def characters_per_token(self) -> float:
         """The mean of the texts that were tokenised lately, or of prose."""

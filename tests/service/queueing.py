@@ -55,7 +55,7 @@ async def hold(engine, batcher):
 
 async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
-    while batcher.waiting_requests < count:
+    while batcher.waiting_sequences < count:
         await asyncio.sleep(0.0005)
 
 

@@ -366,7 +366,7 @@ async def ask_despite(faults, engine, requests, answers):
         while verifier.has_work:
             await asyncio.sleep(0.0005)
     await asyncio.to_thread(batcher.close)
-    assert (batcher.waiting_requests, batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0, 0)
+    assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
     assert (batcher._queue._running, batcher._queue._computing, batcher._queue._idle_work) == (0, 0, 0)
     assert not verifier._verifying.locked()
 

@@ -553,10 +553,10 @@ async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
         # The test's client has one address, so without keys all of these would be one flow.
         many = asyncio.create_task(ask(client, ONE, inputs=[f"many {number}" for number in range(40)]))
         batcher = client._transport.app.state.service.serving().batcher
-        while batcher.waiting_requests < 1:
+        while batcher.waiting_sequences < 40:
             await asyncio.sleep(0.001)
         single = asyncio.create_task(ask(client, TWO, "single"))
-        while batcher.waiting_requests < 2:
+        while batcher.waiting_sequences < 41:
             await asyncio.sleep(0.001)
         engine.may_run.set()
         assert [(await response).status_code for response in (held, many, single)] == [200] * 3

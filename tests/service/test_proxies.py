@@ -73,7 +73,7 @@ async def test_clients_of_one_connection_take_turns_if_the_proxy_is_trusted(trus
         batcher = client._transport.app.state.service.serving().batcher
         for waiting, texts in enumerate(([f"many {number}" for number in range(40)], ["single"]), 1):
             answered.append(ask(f"198.51.100.{waiting}", *texts))
-            while batcher.waiting_requests < waiting:
+            while batcher.waiting_sequences < 39 + waiting:
                 await asyncio.sleep(0.001)
         engine.may_run.set()
         assert [(await response).status_code for response in answered] == [200] * 3

@@ -382,4 +382,4 @@ def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is
     queue.add(request)
     assert queue.upcoming() == []
     assert looked_at == [request]
-    assert len(queue) == 0
+    assert queue.waiting_sequences == 0
