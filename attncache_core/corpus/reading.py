@@ -26,31 +26,32 @@ def read_texts(source: str, column: str = "text", file_format: str | None = None
 
 
 def read_labelled(
-    path: str, text_column: str, label_column: str, file_format: str | None = None
+    source: str, text_column: str, label_column: str, file_format: str | None = None
 ) -> tuple[list[str], list[str]]:
     """Return the texts and the labels of a file.
 
-    Raises InvalidInput if read_rows raises it, if a label has spaces around it, and if the file has no rows.
+    source: "FILE", of which `text_column` is read, or "FILE:column".
+    Raises InvalidInput if read_rows raises it, if several columns are named, if a label has spaces around it,
+    and if the file has no rows.
     """
-    texts, labels = _labelled(path, text_column, label_column, file_format)
+    path, columns = _path_and_columns(source, text_column)
+    if len(columns) > 1:
+        raise InvalidInput(
+            f"{path}: name one column for the texts, because their labels are read too", field="data"
+        )
+    texts, labels = [], []
+    for number, (text, label) in numbered_rows(path, (columns[0], label_column), file_format):
+        if label != label.strip():
+            raise InvalidInput(
+                f"{path}, line {number}: the label in {label_column!r} begins or ends with a space; remove "
+                "the space, because it makes another label",
+                field="data",
+            )
+        texts.append(text)
+        labels.append(label)
     if not texts:
         raise InvalidInput(f"{path} has no texts", field="data")
     return texts, labels
-
-
-def read_texts_with_labels(source: str, label_column: str) -> tuple[list[str], list[str]]:
-    """Return the texts and the labels of a file, which may have no rows.
-
-    source: "FILE", of which the column `text` is read, or "FILE:column".
-    Raises InvalidInput if read_rows raises it, if a label has spaces around it, and if several columns are
-    named.
-    """
-    path, columns = _path_and_columns(source, "text")
-    if len(columns) > 1:
-        raise InvalidInput(
-            f"{path}: name one column for the texts, because their labels are read too", field="texts"
-        )
-    return _labelled(path, columns[0], label_column)
 
 
 def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[str], list[str], list[float]]:
@@ -79,23 +80,6 @@ def spread(items: Sequence[T], maximum: int) -> list[T]:
     """Return at most `maximum` items, equally spaced, because neighbours in a file are often alike."""
     indices = np.linspace(0, len(items) - 1, min(maximum, len(items))).round().astype(int)
     return [items[index] for index in indices]
-
-
-def _labelled(
-    path: str, text_column: str, label_column: str, file_format: str | None = None
-) -> tuple[list[str], list[str]]:
-    """Return the texts and the labels of a file; see read_labelled."""
-    texts, labels = [], []
-    for number, (text, label) in numbered_rows(path, (text_column, label_column), file_format):
-        if label != label.strip():
-            raise InvalidInput(
-                f"{path}, line {number}: the label in {label_column!r} begins or ends with a space; remove "
-                "the space, because it makes another label",
-                field="data",
-            )
-        texts.append(text)
-        labels.append(label)
-    return texts, labels
 
 
 def _path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import click
 
 from attncache_core import Checkpoint, InvalidInput, LinearClassifier, Quantization
 from attncache_core.checkpoints.checkpoint import Device, Dtype
-from attncache_core.corpus.reading import read_texts, read_texts_with_labels
+from attncache_core.corpus.reading import read_labelled, read_texts
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
@@ -204,7 +204,7 @@ def _read(sources: Sequence[str], label_column: str | None) -> Texts:
         return Texts([text for source in sources for text in read_texts(source)], None)
     texts, labels = [], []
     for source in sources:
-        read = read_texts_with_labels(source, label_column)
+        read = read_labelled(source, "text", label_column)
         texts += read[0]
         labels += read[1]
     return Texts(texts, labels)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attncache_core.corpus.reading import read_labelled, read_rated, read_texts, read_texts_with_labels
+from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.corpus.tables import read_rows
 from attncache_core.errors import InvalidInput
 
@@ -316,10 +316,9 @@ def test_label_that_is_not_a_text_is_refused(file):
 def test_label_that_is_empty_or_has_spaces_around_it_is_refused_with_its_line(file, label):
     path = file("a.tsv", f"text\tlabel\n{SECRET}\tx\n{SECRET}\t{label}\n")
     words = "begins or ends with a space" if label else "the text is empty"
-    for read in (lambda: read_labelled(path, "text", "label"), lambda: read_texts_with_labels(path, "label")):
-        with pytest.raises(InvalidInput, match=f"line 3.*{words}") as refused:
-            read()
-        assert SECRET not in str(refused.value)
+    with pytest.raises(InvalidInput, match=f"line 3.*{words}") as refused:
+        read_labelled(path, "text", "label")
+    assert SECRET not in str(refused.value)
 
 
 def test_source_without_columns_gives_the_texts_of_the_default_column(file):
@@ -397,7 +396,7 @@ def test_rated_file_without_a_pair_or_a_column_is_refused(file):
 
 def test_texts_with_labels_are_read_from_the_named_column(file):
     path = file("asked.csv", "text,asked,kind\nno,yes,a\nno,again,b\n")
-    assert read_texts_with_labels(f"{path}:asked", "kind") == (["yes", "again"], ["a", "b"])
-    assert read_texts_with_labels(path, "kind") == (["no", "no"], ["a", "b"])
+    assert read_labelled(f"{path}:asked", "text", "kind") == (["yes", "again"], ["a", "b"])
+    assert read_labelled(path, "text", "kind") == (["no", "no"], ["a", "b"])
     with pytest.raises(InvalidInput, match="name one column for the texts"):
-        read_texts_with_labels(f"{path}:text,asked", "kind")
+        read_labelled(f"{path}:text,asked", "text", "kind")
