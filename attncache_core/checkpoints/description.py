@@ -300,8 +300,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
     kinds = [kind for kind, _ in modules]
     # A publisher's own code is not run, also if its class has the name of a known one.
-    own = {module["type"] for module in listed if not module["type"].startswith("sentence_transformers.")}
-    unknown = sorted((set(kinds) - set(_MODULES)) | own)
+    types = [module["type"] for module in listed]
+    own = {written for written in types if not written.startswith("sentence_transformers.")}
+    unknown = sorted(own) or sorted(set(kinds) - set(_MODULES))
     if unknown:
         raise UnsupportedModel(
             f"model folder {folder} has modules that are not supported: {', '.join(unknown)}", field="model"

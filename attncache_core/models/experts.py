@@ -15,6 +15,15 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models.layer import Network
 from attncache_core.models.linear import activated_linear, packed, packed_linear
 
+# Of each family that has experts, the name of their number in its configuration.
+_NUMBER_OF_EXPERTS = {
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+    "deepseek": "n_routed_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
 # How DeepSeek-V2 chooses the experts of a token: topk_method in config.json.
 _ROUTINGS = ("greedy", "group_limited_greedy")
 
@@ -38,8 +47,8 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
 
 def require_routing(config: Any) -> None:
     """Raise UnsupportedModel if config.json asks a router for what it cannot choose."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(config, name, None))), 0)
+    # Other families ignore these names.
+    experts = getattr(config, _NUMBER_OF_EXPERTS.get(config.model_type, ""), None)
     if not experts:
         return
     if not 1 <= (config.num_experts_per_tok or 0) <= experts:

@@ -126,7 +126,8 @@ class TextTokenizer:
         if special > self.max_tokens:
             raise UnsupportedModel(
                 f"a text of model {checkpoint.name} may have {self.max_tokens} tokens, and has {special} "
-                "special ones; raise max_seq_length in sentence_bert_config.json",
+                "special ones; allow longer texts by max_tokens, max_seq_length in sentence_bert_config.json "
+                "and model_max_length in tokenizer_config.json",
                 field="model",
             )
         if self._has_types and any(sample.type_ids):

@@ -10,6 +10,7 @@ from attncache_core.checkpoints.template import Text
 from attncache_core.text.limits import max_characters, too_many
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.tokenizer import TextTokenizer, continued
+from service.errors import rename
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
 _CHARACTERS_PER_TOKEN = 16
@@ -51,6 +52,9 @@ def _sequences(engine: PrefillEngine, text: str, prompt: Prompt, index: int) -> 
         return engine.tokenize([text], False, prompt)
     except InputTooLong:
         ids = _last_tokens(engine.tokenizer, text, prompt, f"inputs[{index}]")
+    except InvalidInput as error:
+        rename(error, f"inputs[{index}]" if error.field == "inputs[0]" else error.field)
+        raise
     return continued([ids], prompt.sequence_plans)
 
 

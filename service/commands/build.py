@@ -43,23 +43,28 @@ _REMOVED = removed_option(
 )
 
 
-def budget_options(command: Command) -> Command:
-    """Add --min-cosine, --min-text-cosine and --min-agreement."""
+def budget_options(of: str, model: str) -> Callable[[Command], Command]:
+    """Return what adds --min-cosine, --min-text-cosine and --min-agreement.
+
+    of: what the budget is about, such as hits. model: whose answers it compares with.
+    """
     mean = click.option(
         "--min-cosine",
         type=click.FloatRange(0, 1),
         default=_defaults.min_cosine,
         show_default=True,
-        help="Quality budget if there are no classes: least mean cosine of embeddings to the full model's.",
+        help=f"Quality budget if there are no classes: least mean cosine of the {of}' embeddings to those of "
+        f"the {model}.",
     )
     decisions = click.option(
         "--min-agreement",
         type=click.FloatRange(0, 1),
         default=_defaults.min_agreement,
         show_default=True,
-        help="Quality budget if there are classes: least share of texts that keep the full model's decision.",
+        help=f"Quality budget if there are classes: least share of the {of} that keep the decision of "
+        f"the {model}.",
     )
-    return mean(min_text_cosine_option(decisions(command)))
+    return lambda command: mean(min_text_cosine_option(decisions(command)))
 
 
 @click.command("build", params=[_REMOVED])
@@ -91,7 +96,7 @@ def budget_options(command: Command) -> Command:
 @click.option(
     "--database", type=click.Path(path_type=Path), required=True, help="Folder to create for the database."
 )
-@budget_options
+@budget_options("hits", "full model")
 @click.option(
     "--prototypes",
     type=click.IntRange(min=0),

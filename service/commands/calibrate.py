@@ -57,7 +57,7 @@ from service.commands.progress import shown_progress
 )
 @exclude_option
 @classifier_option
-@budget_options
+@budget_options("hits", "full model")
 def calibrate(
     load: Callable[..., PrefillEngine],
     database: Path | None,

@@ -80,9 +80,11 @@ def classification(
     **options: Any,
 ) -> None:
     """Measure the accuracy of the model's classes, or of a linear classifier on the model's embeddings."""
+    if train and classifier:
+        raise InvalidInput("give --train or --classifier, not both", field="train")
     texts, labels = read_labelled(data, text_column, label_column)
     evaluation = Evaluation(Request(**options), classifier)
-    if train and not classifier:
+    if train:
         evaluation.fit(*read_labelled(train, text_column, label_column))
     read = multi_token_labels(evaluation.full)
     known = read.labels if read else evaluation.full.decisions.labels

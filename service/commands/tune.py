@@ -65,7 +65,7 @@ from service.settings.reading import write_settings
     help="Folder of a database of attention maps to measure. Default: databases are built from half of the "
     "texts.",
 )
-@budget_options
+@budget_options("texts", "model in float32")
 @click.option(
     "--min-gain",
     type=click.FloatRange(min=0),

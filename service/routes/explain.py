@@ -20,7 +20,7 @@ from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from attncache_core.heads.comparator import Measure
 from service.batching import sources
-from service.routes.common import computed, json_response
+from service.routes.common import computed, json_response, named
 from service.routes.inference_route import ERRORS, documented_body
 from service.schemas import Body, Name, Text, Texts
 from service.state import Serving
@@ -76,11 +76,13 @@ async def explain_text(call: CurrentCall) -> Response:
     if body.input is None or body.segments is not None or body.query is not None:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
-        explained = await asyncio.to_thread(_explained, serving, body.input, salt)
+        with named("input", lambda _: "input"):
+            explained = await asyncio.to_thread(_explained, serving, body.input, salt)
     source = sources.Texts([body.input], call.state.settings.truncate)
-    answered = await computed(
-        call, serving, source, reuse=True, reads=Measure.AGREEMENT, salt=salt, counted=False
-    )
+    with named("input", lambda _: "input"):
+        answered = await computed(
+            call, serving, source, reuse=True, reads=Measure.AGREEMENT, salt=salt, counted=False
+        )
     content = {
         **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,

@@ -167,10 +167,23 @@ def test_impossible_numbers_are_refused_by_name(tmp_path, name, changes, message
     assert refused.value.field == "model"
 
 
-def test_names_that_the_family_does_not_have_are_ignored(tmp_path):
-    case = DECODERS["deepseek"]
-    made = replace(case, changes=case.changes | {"topk_method": "group_limited_greedy"}).made()
-    load_model(read_checkpoint(write_family(tmp_path, made, saved_as=case.saved_as)), torch.float32)
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("deepseek", {"topk_method": "group_limited_greedy"}),
+        ("bert", {"num_experts": 8}),
+        ("llama", {"num_local_experts": 4, "num_experts_per_tok": 0}),
+        ("qwen3", {"n_routed_experts": 8}),
+        ("nomic-bert", {"num_experts": 8, "moe_top_k": 2}),
+    ],
+    ids=str,
+)
+def test_names_that_the_family_does_not_have_are_ignored(tmp_path, name, entry):
+    case = CASES[name]
+    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entry))
+    load_model(read_checkpoint(folder), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["modernbert-local-global", "deberta-absolute", "bert", "llama"])

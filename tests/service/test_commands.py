@@ -238,6 +238,7 @@ CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
         (CALIBRATE, "classifier", ("fingerprint", "build a database")),
         (CALIBRATE, "tiny", ("0 of the texts are not in the database",)),
         (EVALUATE, "classifier", ("fingerprint", "build a database")),
+        (f"{EVALUATE} --classifier out", "tiny", ("give --train or --classifier, not both",)),
         (f"{EVALUATE} --json absent/report.json", "tiny", ("the folder of --json", "report.json does not")),
         (f"{EVALUATE} --markdown {{files}}/test.tsv", "tiny", ("--markdown would overwrite", "--data names")),
         ("prune --texts one.tsv:text --json one.tsv", "tiny", ("--json would overwrite", "--texts names")),

@@ -4,8 +4,9 @@ import json
 import numpy as np
 import orjson
 import pytest
-from core_models import write_sentence_transformer
+from core_models import write_json, write_sentence_transformer
 from fake_engine import FakeEngine, embedding_of, serving
+from tokenizers import Tokenizer, models
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -89,6 +90,29 @@ async def test_texts_in_another_prompt_than_the_default_reuse_nothing():
             answer = await client.post("/embed", json={"inputs": "card", "prompt_name": name})
             headers[name] = answer.headers["X-AttnCache-Hits"]
     assert headers == {None: "1/1", "query": "0/1"}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("/embed", {"inputs": ["card", "zzz", "card"]}, "inputs[1]"),
+        ("/embed", {"inputs": ["card"] * 70 + ["zzz"]}, "inputs[70]"),
+        ("/explain", {"input": "zzz"}, "input"),
+    ],
+)
+async def test_text_that_the_tokenizer_cannot_read_is_refused_by_its_name(tmp_path, side, route, body, field):
+    words = Tokenizer(models.WordLevel({"[CLS]": 0, "[SEP]": 1, "card": 2, "text": 3}))
+    folder = write_sentence_transformer(tmp_path)
+    words.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine, admin=True) as client:
+        if "inputs" in body:
+            body = body | {"truncation_direction": side}
+        response = await client.post(route, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["field"] == field
 
 
 async def test_unknown_prompt_is_refused_with_the_known_prompts(tmp_path):
