@@ -659,7 +659,7 @@ def encrypted(valkey, tmp_path):
     make_certificate(tmp_path, "store", "DNS:localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "store.pem", tmp_path / "store.key")
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
+    ready, found = threading.Event(), []
 
     async def copy(reader, writer):
         with contextlib.suppress(OSError):
@@ -669,23 +669,24 @@ def encrypted(valkey, tmp_path):
         writer.close()
 
     async def connected(reader, writer):
-        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", valkey.port)
-        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+        # The end of the loop cancels the connections that are left.
+        with contextlib.suppress(asyncio.CancelledError):
+            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", valkey.port)
+            await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
 
     async def listen():
-        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
-        found.append(server.sockets[0].getsockname()[1])
+        server, stop = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context), asyncio.Event()
+        found.extend((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), stop.set))
         ready.set()
+        await stop.wait()
+        server.close()
 
-    def run():
-        loop.create_task(listen())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=asyncio.run, args=(listen(),))
     thread.start()
     assert ready.wait(30)
-    yield found[0], tmp_path / "store.pem"
-    loop.call_soon_threadsafe(loop.stop)
+    port, loop, stop = found
+    yield port, tmp_path / "store.pem"
+    loop.call_soon_threadsafe(stop)
     thread.join()
 
 
