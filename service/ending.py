@@ -1,7 +1,9 @@
 """End the process at once, whatever its threads do.
 
 The command line imports this module before torch: so SIGTERM and Ctrl+C end `attncache serve` with code 0
-while modules are imported, which takes seconds. Other commands keep what these signals do by default.
+while modules are imported, which takes seconds, and SIGHUP is not lost. Other commands keep what these
+signals do by default. Standard streams that are closed become /dev/null: a connection would get their
+descriptors.
 """
 
 from __future__ import annotations
@@ -58,7 +60,21 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os._exit(0)
 
 
+# Whether SIGHUP only asks to read files again, and ends nothing: nohup started this process.
+IGNORES_HANGUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+early_hangups: list[int] = []  # that arrived before the server had its own handlers
+
 # The server has its own handlers as soon as it has something to finish.
 if sys.argv[1:2] == ["serve"]:
     for _number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(_number, _end)
+    if not IGNORES_HANGUP:
+        signal.signal(signal.SIGHUP, lambda number, _: early_hangups.append(number))
+
+for _descriptor, _name in enumerate(("stdin", "stdout", "stderr")):
+    try:
+        os.fstat(_descriptor)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)
+    if getattr(sys, _name) is None:
+        setattr(sys, _name, open(_descriptor, "w" if _descriptor else "r", closefd=False))  # noqa: SIM115

@@ -85,8 +85,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         # Listen at once: two sockets may be bound to one address, but only one socket may listen.
         listener.listen(BACKLOG)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host looks like this
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise AddressUnavailable(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
 
@@ -182,7 +182,10 @@ def _refuse_unreadable(option: str, path: Path) -> None:
 
 def _what_is_wrong(error: ssl.SSLError, cert: Path, key: Path) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
-        return f"--tls-key {key} is not the key of --tls-cert {cert}"
+        return (
+            f"--tls-key {key} is not the key of --tls-cert {cert}, in which the certificate of the server "
+            "itself must come first"
+        )
     return (
         f"--tls-cert {cert} and --tls-key {key} cannot be used: accepted are a certificate chain and its key "
         f"in PEM, the key not encrypted ({error.reason or 'no PEM'})"

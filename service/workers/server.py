@@ -28,7 +28,7 @@ from fastapi import FastAPI
 
 from attncache_core import AttnCacheError
 from service.app import create_app
-from service.ending import end_process
+from service.ending import IGNORES_HANGUP, early_hangups, end_process
 from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
 from service.state import Loaded, Pause, ServiceState
@@ -93,6 +93,8 @@ def run_server(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, server.handle_hangup)
+    if early_hangups and worker is None:
+        server.handle_hangup(early_hangups[0], None)
     files = len(listeners) * settings.max_connections + _OTHER_FILES
     allow_files(files, 2 * max(files, _BLOCK_FILES) if settings.kv_dir else files)
     for listener in listeners if worker is None else ():
@@ -152,7 +154,14 @@ class Server(uvicorn.Server):
         if settings.tls_cert and settings.tls_key:
             # All listeners have the same context.
             context = next(listener.tls for listener in listeners if listener.tls)
-            state.reloads.append(partial(load_certificate, context, settings.tls_cert, settings.tls_key))
+            reload = partial(load_certificate, context, settings.tls_cert, settings.tls_key)
+            state.reloads.append(reload)
+            if not is_alone:
+                # The supervisor has read the files when it began, and perhaps they were replaced since.
+                try:
+                    reload()
+                except AttnCacheError as error:
+                    logger.error("%s; the worker begins with the certificate of the supervisor", error)
 
     # Called by signals.
 
@@ -170,10 +179,10 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        """Read files again at the next tick, or begin the shutdown if there are none."""
+        """Read files again at the next tick. If there are none, begin the shutdown, but not below nohup."""
         if self._state.reloads:
             self._hangup = True
-        else:
+        elif not IGNORES_HANGUP:
             self.handle_exit(sig, frame)
 
     def _drain_after(self, delay: float) -> None:

@@ -11,7 +11,7 @@ and a folder with their store and their metrics.
 
 SIGTERM, Ctrl+C             end the workers, which finish what was received. Another one ends their delay or,
                             behind the delay, all at once
-SIGHUP                      let the workers read files again, or end them if there are none
+SIGHUP                      let the workers read files again, or end them if there are none (not below nohup)
 a worker ends               start it again, with a delay that grows
 a worker was never ready    end all, and return its error
 the supervisor is killed    the workers end
@@ -40,7 +40,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from attncache_core import AttnCacheError
 from service.conversations.sessions import CAPACITY_BYTES
-from service.ending import end_process
+from service.ending import IGNORES_HANGUP, early_hangups, end_process
 from service.errors import InvalidSettings
 from service.observability.metrics import count_for_all_workers
 from service.settings import Settings
@@ -117,7 +117,7 @@ class Supervisor:
         self._settings, self._load, self._listeners, self._folder = settings, load, listeners, folder
         self._places = [_Place(Worker(number, count, folder)) for number in range(count)]
         self._all_were_ready = False
-        self._signals: list[int] = []  # that have arrived
+        self._signals = list(early_hangups)  # that have arrived
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
         self._drain_at = 0.0  # by time.monotonic: until then, workers that are to end serve on
         self._failure: BaseException | None = None
@@ -156,6 +156,8 @@ class Supervisor:
             number = self._signals.pop(0)
             if number == signal.SIGHUP and (self._settings.api_keys or self._settings.tls_cert):
                 self._send(number)
+            elif number == signal.SIGHUP and IGNORES_HANGUP:
+                continue
             elif self._kill_at is None:
                 self._finish(self._settings.drain_delay_seconds)
             elif time.monotonic() < self._drain_at:
@@ -231,7 +233,7 @@ class Supervisor:
     def _forget_supervisor(self) -> None:
         """Let signals do what they do by default, until the server handles them. End with the supervisor."""
         for number in _SIGNALS:
-            # Files that SIGHUP asks to read again are read after this anyway.
+            # Each worker reads the files that SIGHUP asks to read again after this anyway.
             signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         # Ctrl+C in a terminal reaches the supervisor alone.

@@ -8,22 +8,27 @@ import ssl
 import stat
 import struct
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import serving
+from fake_engine import FakeEngine, serving
 from raw_http import HEALTH, make_certificate, post, served, wait_until
 
+from service.app import create_app
 from service.errors import AddressUnavailable, InvalidSettings
+from service.settings import Settings
 from service.web.listeners import (
     BACKLOG,
     OPERATORS_PATHS,
+    Listener,
+    bind,
     bind_unix,
     is_for_operators,
     tls_context,
 )
-from service.workers.server import reload_all
+from service.workers.server import Server, reload_all
 
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EMBED = post(b'{"inputs": "a"}')
@@ -163,6 +168,51 @@ def test_https_is_served_and_the_certificate_read_again(certificates, tmp_path, 
         with server.connect() as plain:
             plain.sendall(HEALTH)
             assert b"200" not in plain.recv(64)
+
+
+def served_certificate(context):
+    """Return the certificate that a context shows, as DER."""
+    ours, theirs = socket.socketpair()
+    client = ssl.create_default_context()
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    with ThreadPoolExecutor() as threads:
+        accepted = threads.submit(context.wrap_socket, ours, server_side=True)
+        with client.wrap_socket(theirs) as connected, accepted.result():
+            return connected.getpeercert(binary_form=True)
+
+
+def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, tmp_path, caplog):
+    """The supervisor has made the context, and the files were replaced since."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    first, second = (
+        ssl.PEM_cert_to_DER_cert((certificates / f"{name}.pem").read_text()) for name in ("first", "second")
+    )
+    shutil.copy(certificates / "first.pem", cert)
+    shutil.copy(certificates / "first.key", key)
+    settings, context = Settings(tls_cert=cert, tls_key=key), tls_context(cert, key)
+    app = create_app(settings, lambda: iter([FakeEngine()]))
+    with socket.socket() as unbound:
+        listener = Listener("public", unbound, "", context)
+        shutil.copy(certificates / "second.pem", cert)
+        Server(app, settings, [listener], is_alone=False)
+        assert "is not the key of" in caplog.text  # half of the pair
+        assert served_certificate(context) == first
+        shutil.copy(certificates / "second.key", key)
+        Server(app, settings, [listener], is_alone=False)
+        assert served_certificate(context) == second
+
+
+def test_hangup_ends_no_server_below_nohup(monkeypatch):
+    monkeypatch.setattr("service.workers.server.IGNORES_HANGUP", True)
+    with served() as server:
+        server.server.handle_hangup(signal.SIGHUP, None)
+        assert not server.server._state.draining
+
+
+@pytest.mark.parametrize("host", ["my..host", "a" * 64 + ".example"])
+def test_name_that_no_host_can_have_is_refused(host):
+    with pytest.raises(AddressUnavailable, match=f"cannot listen on {host} port 0"):
+        bind(host, 0)
 
 
 def test_responses_over_tls_close_and_drain(certificates):

@@ -1,5 +1,6 @@
 """A process of the real server listens, gets ready, answers and stops."""
 
+import os
 import resource
 import signal
 import subprocess
@@ -56,6 +57,47 @@ def test_server_that_gets_sigterm_while_loading_ends_with_0(start):
     server.send(signal.SIGTERM)
     assert server.number("code") == 0
     assert "Traceback" not in server.log
+
+
+# Imports what the command line imports first, and prints what SIGHUP has done until a line arrives.
+FIRST_IMPORT = """
+import os, sys
+sys.argv[1:] = ["serve"]
+from service import ending
+print("imported", flush=True)
+sys.stdin.readline()
+print(len(ending.early_hangups), ending.IGNORES_HANGUP)
+"""
+
+
+@pytest.mark.parametrize(("ignored", "found"), [(False, b"1 False"), (True, b"0 True")])
+def test_hangup_before_the_server_has_its_handlers_is_kept_and_nohup_is_noticed(ignored, found):
+    handling = signal.SIG_IGN if ignored else signal.SIG_DFL
+    with subprocess.Popen(
+        [sys.executable, "-c", FIRST_IMPORT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, handling),
+    ) as started:
+        assert started.stdout.readline() == b"imported\n"
+        started.send_signal(signal.SIGHUP)
+        assert started.communicate(b"\n", timeout=60)[0].strip() == found
+
+
+def test_standard_streams_that_are_closed_become_dev_null(tmp_path):
+    """A connection that got one of their descriptors could not be closed by libuv."""
+    script = (
+        "import os, sys\nfrom service import ending\nprint(1)\nprint(1, file=sys.stderr)\nsys.stdin.read()\n"
+    )
+    script += f"open({str(tmp_path / 'done')!r}, 'w').write(str([os.fstat(n).st_rdev for n in range(3)]))"
+    closed = subprocess.run(
+        [sys.executable, "-c", script],
+        preexec_fn=lambda: [os.close(n) for n in range(3)],
+        timeout=60,
+        check=False,
+    )
+    assert closed.returncode == 0
+    assert (tmp_path / "done").read_text() == str([os.stat(os.devnull).st_rdev] * 3)
 
 
 @pytest.mark.parametrize(

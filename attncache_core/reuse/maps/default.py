@@ -14,7 +14,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
-from attncache_core.errors import CorruptDatabase, DatabaseRefused
+from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.native import MAPS_VERSION
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.manifest import FORMAT_VERSION
@@ -25,8 +25,17 @@ _CALIBRATION_VERSION = 3
 
 
 def databases_folder(cache_dir: Path | None) -> Path:
-    """Return the folder of the databases that servers make or download by themselves."""
-    return (cache_dir or user_cache_path("attncache")) / "databases"
+    """Return the folder of the databases that servers make or download by themselves.
+
+    Raises InvalidInput if no folder is given, and the user has no home.
+    """
+    try:
+        return (cache_dir or user_cache_path("attncache")) / "databases"
+    except RuntimeError as error:
+        raise InvalidInput(
+            "the user has no home folder for databases; set --cache-dir, or the variable HOME",
+            field="cache_dir",
+        ) from error
 
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
