@@ -75,6 +75,6 @@ for _descriptor, _name in enumerate(("stdin", "stdout", "stderr")):
     try:
         os.fstat(_descriptor)
     except OSError:
-        os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(_descriptor, "w" if _descriptor else "r", closefd=False))  # noqa: SIM115
