@@ -86,10 +86,10 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     # Without modules, sentence-transformers reads none of the folder's settings.
     settings = _settings(transformer) if modules else {}
     prompting = read_json(folder / "config_sentence_transformers.json", {}) if modules else {}
-    kind = prompting.get("model_type") or "SentenceTransformer"
-    if kind not in ("SentenceTransformer", "CrossEncoder"):
+    model_type = prompting.get("model_type") or "SentenceTransformer"
+    if model_type not in ("SentenceTransformer", "CrossEncoder"):
         raise UnsupportedModel(
-            f"model folder {folder} is a {kind} of sentence-transformers (model_type in "
+            f"model folder {folder} is a {model_type} of sentence-transformers (model_type in "
             "config_sentence_transformers.json); served are SentenceTransformer and CrossEncoder",
             field="model",
         )

@@ -46,7 +46,7 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
 
 
 def require_routing(config: Any) -> None:
-    """Raise UnsupportedModel if config.json asks a router for what it cannot choose."""
+    """Raise UnsupportedModel if config.json names experts or groups that no router can choose."""
     # Other families ignore these names.
     experts = getattr(config, _NUMBER_OF_EXPERTS.get(config.model_type, ""), None)
     if not experts:

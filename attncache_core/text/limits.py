@@ -81,7 +81,7 @@ def encoded(tokenizer: Tokenizer, text: str, field: str, *, special: bool = Fals
         raise InvalidInput(
             f"{field} must be text of Unicode characters, without halves of surrogate pairs", field=field
         ) from error
-    # The tokenizers raise nothing more special if a text is unknown, and the model has no token for that.
+    # A tokenizer without a token for unknown text raises Exception itself, and no class of its own.
     except Exception as error:
         raise InvalidInput(
             f"{field} has characters that the model's tokenizer has no token for; remove them", field=field

@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        """Read files again at the next tick. If there are none, begin the shutdown, but not below nohup."""
+        """Read files again at the next tick. If there are none, begin the shutdown, but not under nohup."""
         if self._state.reloads:
             self._hangup = True
         elif not IGNORES_HANGUP:

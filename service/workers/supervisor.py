@@ -11,7 +11,8 @@ and a folder with their store and their metrics.
 
 SIGTERM, Ctrl+C             end the workers, which finish what was received. Another one ends their delay or,
                             behind the delay, all at once
-SIGHUP                      let the workers read files again, or end them if there are none (not below nohup)
+SIGHUP                      let the workers read files again. If there are none, end the workers, but not
+                            under nohup
 a worker ends               start it again, with a delay that grows
 a worker was never ready    end all, and return its error
 the supervisor is killed    the workers end

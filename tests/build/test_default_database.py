@@ -18,6 +18,7 @@ from attncache_core.build.default import (
 from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
+from attncache_core.errors import InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.default import default_database_folder
 
@@ -137,3 +138,12 @@ def test_default_folder_is_in_the_users_cache(tiny_checkpoint, tmp_path, monkeyp
     folder = default_database_folder(tiny_checkpoint)
     assert folder.is_relative_to(Path(tmp_path))
     assert not folder.exists()
+
+
+def test_user_without_a_home_is_told_which_option_to_set(tiny_checkpoint, monkeypatch):
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])
+    with pytest.raises(InvalidInput, match="set --cache-dir") as refused:
+        default_database_folder(tiny_checkpoint)
+    assert refused.value.field == "cache_dir"

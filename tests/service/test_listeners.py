@@ -202,7 +202,7 @@ def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, t
         assert served_certificate(context) == second
 
 
-def test_hangup_ends_no_server_below_nohup(monkeypatch):
+def test_hangup_ends_no_server_under_nohup(monkeypatch):
     monkeypatch.setattr("service.workers.server.IGNORES_HANGUP", True)
     with served() as server:
         server.server.handle_hangup(signal.SIGHUP, None)
