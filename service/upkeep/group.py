@@ -56,6 +56,13 @@ class Worker:
         """
         return SqliteStore(self.folder / f"{name}.sqlite", *bounds)
 
+    def stores(self) -> dict[str, int]:
+        """Return the names and the inodes of the files of all stores."""
+        with suppress(FileNotFoundError):
+            files = os.scandir(self.folder)
+            return {file.name: file.inode() for file in files if file.name.endswith(".sqlite")}
+        return {}
+
     @property
     def ready(self) -> Path:
         """The file that exists once this worker, or one before it in its place, has been ready."""

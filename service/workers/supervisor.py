@@ -15,27 +15,30 @@ SIGHUP                      let the workers read files again. If there are none,
                             under nohup
 a worker ends               start it again, with a delay that grows
 a worker was never ready    end all, and return its error
+shared files are removed    end all, because a worker that starts again would know no session of the others
 the supervisor is killed    the workers end
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -81,14 +84,14 @@ def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Liste
     if count == 1:
         failure = run_server(settings, lambda: load(settings, 0), listeners)
     else:
-        folder = Path(tempfile.mkdtemp(prefix="attncache-"))
         try:
-            _require_room(folder, count)
-            failure = Supervisor(settings, count, load, listeners, folder).run()
+            with _shared_folder(count) as folder:
+                failure = Supervisor(settings, count, load, listeners, folder).run()
         except InvalidSettings as error:
             failure = error
         finally:
-            _clean_up(folder, listeners)
+            for listener in listeners:
+                listener.close()
     if failure is None:
         # The interpreter's clean-up takes seconds, which --drain-seconds does not allow, waits for a thread
         # that loads a model for minutes, and can crash while a thread computes.
@@ -118,6 +121,7 @@ class Supervisor:
         self._settings, self._load, self._listeners, self._folder = settings, load, listeners, folder
         self._places = [_Place(Worker(number, count, folder)) for number in range(count)]
         self._all_were_ready = False
+        self._stores: dict[str, int] = {}  # inodes of what the workers share, once the first one is ready
         self._signals = list(early_hangups)  # that have arrived
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
         self._drain_at = 0.0  # by time.monotonic: until then, workers that are to end serve on
@@ -141,6 +145,7 @@ class Supervisor:
                 self._start_due()
                 wait([process.sentinel for process in self._running()], _TICK_SECONDS)
                 self._note_ready()
+                self._note_removed()
                 self._note_ends()
                 self._act_on_signals()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
@@ -244,7 +249,12 @@ class Supervisor:
 
         def follow() -> None:
             supervisor.join()
-            _clean_up(self._folder, self._listeners)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            for listener in self._listeners:
+                # Closing is not enough, because the event loop and other workers keep the socket open.
+                with suppress(OSError):
+                    listener.socket.shutdown(socket.SHUT_RDWR)
+                listener.close()
             end_process(1, "the supervisor is gone: its worker ends")
 
         threading.Thread(target=follow, daemon=True).start()
@@ -253,12 +263,26 @@ class Supervisor:
         """Start the other workers once the first one is ready."""
         if self._all_were_ready or self._kill_at is not None or not self._places[0].worker.ready.exists():
             return
+        self._stores = self._places[0].worker.stores()
         for place in self._places:
             if not place.started_at and place.start_at is None:
                 place.start_at = time.monotonic()
         self._all_were_ready = self._places[0].worker.all_have_been_ready()
         if self._all_were_ready:
             logger.info("all workers are ready")
+
+    def _note_removed(self) -> None:
+        """End all workers if somebody has removed what they share."""
+        if self._stores and self._kill_at is None and self._places[0].worker.stores() != self._stores:
+            self._fail(
+                f"the files that the workers share in {self._folder} were removed; set TMPDIR to a folder "
+                "that nobody cleans"
+            )
+
+    def _fail(self, why: str) -> None:
+        self._failure = RuntimeError(why)
+        logger.critical("%s", why)
+        self._finish(0.0)
 
     def _note_ends(self) -> None:
         for place in self._places:
@@ -278,12 +302,11 @@ class Supervisor:
             refusal = sentence.recv()
         if not (self._all_were_ready or place.worker.ready.exists()):
             # The other workers would not be able to start either.
-            if refusal is not None:
-                self._failure = AttnCacheError(refusal)
+            if refusal is None:
+                self._fail(f"{why} before it was ready")
             else:
-                self._failure = RuntimeError(f"{why} before it was ready")
-                logger.critical("%s", self._failure)
-            self._finish(0.0)
+                self._failure = AttnCacheError(refusal)
+                self._finish(0.0)
             return
         now = time.monotonic()
         if now - place.started_at > _STEADY_SECONDS:
@@ -301,18 +324,27 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def _require_room(folder: Path, workers: int) -> None:
-    """Raise InvalidSettings if the files that workers share do not fit into their folder."""
-    free, needed = shutil.disk_usage(folder).free, _SERVER_BYTES + workers * _WORKER_BYTES
-    if free < needed:
+@contextmanager
+def _shared_folder(workers: int) -> Iterator[Path]:
+    """Make a private folder for the files that workers share, and remove it at the end.
+
+    Raises InvalidSettings if there is no place for it, or the files would not fit.
+    """
+    try:
+        temporary = TemporaryDirectory(prefix="attncache-", ignore_cleanup_errors=True)
+    except OSError as error:
         raise InvalidSettings(
-            f"{workers} workers need {needed >> 20} MiB for files that they share, and {folder.parent} has "
-            f"{free >> 20} MiB; set TMPDIR to another folder, or serve with fewer workers"
-        )
-
-
-def _clean_up(folder: Path, listeners: Sequence[Listener]) -> None:
-    """Remove what workers share, and the file of a Unix socket."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for listener in listeners:
-        listener.close()
+            f"{workers} workers need a folder for files that they share ({error.strerror}); set TMPDIR to a "
+            "folder that this user may write to, or serve with one worker"
+        ) from error
+    with temporary:
+        folder = Path(temporary.name)
+        # systemd-tmpfiles removes old files, but none below a folder that a process has locked.
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+        free, needed = shutil.disk_usage(folder).free, _SERVER_BYTES + workers * _WORKER_BYTES
+        if free < needed:
+            raise InvalidSettings(
+                f"{workers} workers need {needed >> 20} MiB for files that they share, and {folder.parent} "
+                f"has {free >> 20} MiB; set TMPDIR to another folder, or serve with fewer workers"
+            )
+        yield folder

@@ -61,6 +61,13 @@ def test_workers_do_not_start_without_room_for_what_they_share(monkeypatch):
     assert "set TMPDIR to another folder" in str(failure)
 
 
+def test_workers_do_not_start_without_a_folder_for_what_they_share(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/proc/missing")
+    failure = serve_with_workers(Settings(workers=2), lambda *_: pytest.fail("nothing starts"), [])
+    assert isinstance(failure, InvalidSettings)
+    assert "set TMPDIR to a folder that this user may write to" in str(failure)
+
+
 # Who accepts.
 
 

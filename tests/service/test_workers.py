@@ -1,6 +1,7 @@
 """Several worker processes behind one address: real processes around the fake engine."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ def servers(start, certificates, tmp_path_factory):
     yield {
         "keys file": keys,
         "plain": start("quick", workers=3),
-        "keys": start("quick", workers=2, api_keys=str(keys)),
+        "keys": start("quick", workers=2, api_keys=str(keys), unix_socket=str(sockets / "keys")),
         "sockets": start("loads", workers=2, unix_socket=str(sockets / "public"), admin_port=0, **tls),
         "drains": start("loads", workers=2),
         "stuck": start("loads", workers=2, stuck_seconds=3.0, exit_when_stuck=True),
@@ -182,6 +183,18 @@ def test_killed_worker_is_replaced_while_the_others_answer(servers):
     assert {server.ask(embed({"session_id": session, "append": "b"})).status for session in sessions} == {200}
 
 
+def test_server_ends_once_somebody_removes_what_its_workers_share(servers):
+    server = ready(servers["plain"])
+    [shared] = (server.folder / server.name).iterdir()
+    # As systemd-tmpfiles looks whether a folder is in use.
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(os.open(shared, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (shared / "sessions.sqlite").unlink()
+    assert server.end() == 1
+    assert f"share in {shared} were removed; set TMPDIR to a folder that nobody cleans" in server.log
+    assert "Traceback" not in server.log
+
+
 def test_quotas_keys_and_counts_of_keys_hold_over_all_workers(servers):
     server = ready(servers["keys"])
 
@@ -213,6 +226,7 @@ def test_killed_supervisor_ends_its_workers(servers):
     assert all(map(is_running, server.workers()))
     server.send(signal.SIGKILL)
     assert server.end() == -signal.SIGKILL
+    wait_until(lambda: not Path(server.url().removeprefix("unix:")).exists())
 
 
 def test_unix_socket_and_tls_are_served_by_all_workers_until_they_have_drained(servers, certificates):
