@@ -8,13 +8,10 @@ from functools import cache, cached_property, partial
 from itertools import chain, groupby, pairwise, takewhile
 from typing import Literal, TypeVar, overload
 
-from tokenizers import Tokenizer, normalizers
-from transformers import AutoTokenizer
-
 from attncache_core.checkpoints.checkpoint import Checkpoint
-from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
+from attncache_core.text.fast_tokenizer import read_fast_tokenizer
 from attncache_core.text.limits import (
     count_tokens,
     encoded,
@@ -34,7 +31,7 @@ from attncache_core.text.limits import (
 from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, pieces_of
 
-# transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
+# In tokens, of a model and a tokenizer without a limit.
 _NO_LIMIT = 10**9
 _Pair = tuple[str, str]
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
@@ -52,70 +49,15 @@ class TextTokenizer:
         """Load the tokenizer of a checkpoint.
 
         max_tokens: the longest sequence in tokens, if that is less than the model's own limit.
-        Raises UnsupportedModel if the model folder has no fast tokenizer or its files cannot be read, and
-        InvalidInput if the checkpoint's template leaves no room for a text.
+        Raises UnsupportedModel if the model folder has no tokenizer that can be used, and InvalidInput if the
+        checkpoint's template leaves no room for a text.
         """
-        if not checkpoint.vocabularies:
-            # transformers would create a tokenizer with an empty vocabulary.
-            raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
-        try:
-            with loading(f"the tokenizer of model {checkpoint.name}"):
-                loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-                self._special = frozenset(loaded.all_special_ids)
-        except UnsupportedModel as error:
-            if (checkpoint.folder / "tokenizer.json").is_file():
-                raise
-            raise UnsupportedModel(
-                f"{error}; the folder has no tokenizer.json, and files of SentencePiece are read only if the "
-                "packages sentencepiece and protobuf are installed: install them, or save the tokenizer with "
-                "transformers, which writes tokenizer.json",
-                field="model",
-            ) from error
-        if not loaded.is_fast:
-            raise UnsupportedModel(
-                f"model {checkpoint.name} has no fast tokenizer (tokenizer.json)", field="model"
-            )
-        if loaded.truncation_side != "right":
-            raise UnsupportedModel(
-                f"the tokenizer of model {checkpoint.name} cuts the beginning of texts that are too long "
-                "(truncation_side in tokenizer_config.json), and AttnCache cuts their end; set "
-                "truncation_side to right, and send truncation_direction left where a text must lose its "
-                "beginning",
-                field="model",
-            )
-        if not (type(loaded.model_max_length) in (int, float) and loaded.model_max_length >= 1):
-            raise UnsupportedModel(
-                f"model_max_length in tokenizer_config.json of model {checkpoint.name} must be a number of "
-                "tokens, at least 1",
-                field="model",
-            )
-        limits = [
-            checkpoint.max_tokens or loaded.model_max_length,
-            checkpoint.position_limit or _NO_LIMIT,
-            max_tokens or _NO_LIMIT,
-        ]
-        self.max_tokens = int(min(limits))
-        self._has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
-        self._tokenizer: Tokenizer = loaded.backend_tokenizer
-        if getattr(self._tokenizer.model, "dropout", None):
-            # BPE-dropout (Provilkov et al. 2020) is for training: equal texts would have different tokens.
-            self._tokenizer.model.dropout = None
-        if checkpoint.lowercase:
-            # The tokenizer lowercases, because str.lower() would also change special tokens in a text.
-            existing = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
-            self._tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *existing])
-        self._tokenizer.no_padding()
-        # This class truncates texts itself, because the tokenizer would cut off the template's end.
-        self._tokenizer.no_truncation()
-        known = set(self._tokenizer.get_vocab().values())
-        if known <= self._special:
-            raise UnsupportedModel(
-                f"the tokenizer of model {checkpoint.name} has special tokens only, because its class reads "
-                "no file of the folder; save the tokenizer with transformers, which writes tokenizer.json",
-                field="model",
-            )
+        read = read_fast_tokenizer(checkpoint)
+        self._tokenizer, self._special, self._has_types = read.tokenizer, read.special, read.has_types
+        limits = checkpoint.max_tokens or read.max_tokens, checkpoint.position_limit, max_tokens
+        self.max_tokens = int(min([_NO_LIMIT, *filter(None, limits)]))
         # The number of token ids: the highest id that a text can have, plus one.
-        self.vocabulary = max(known) + 1
+        self.vocabulary = read.vocabulary
         # The number of them that the model accepts: the tokenizer of EmbeddingGemma has one more.
         rows = checkpoint.config.get("vocab_size")
         self.known_ids = min(self.vocabulary, rows) if isinstance(rows, int) else self.vocabulary
