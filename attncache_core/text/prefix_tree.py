@@ -47,6 +47,7 @@ class PrefixTree:
     starts: np.ndarray  # int64 [runs], position of the first token of each run in its sequences
     offsets: np.ndarray  # int64 [runs + 1], first row of each run
     ends: np.ndarray  # int64 [sequences], the last run of each sequence
+    given: np.ndarray | None = None  # bool [runs], whether rows are only seen by others; None: no run is
     _blocks: dict[tuple[int, torch.device], list[Block]] = field(default_factory=dict, init=False)
 
     @property
@@ -95,7 +96,9 @@ class PrefixTree:
                 runs.append(len(parents) - 1)
         index = np.array(runs, dtype=np.int64)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        whole = PrefixTree(np.array(parents), np.array(starts), offsets, index[self.ends])
+        given = np.ones(len(parents), dtype=bool)
+        given[index] = False
+        whole = PrefixTree(np.array(parents), np.array(starts), offsets, index[self.ends], given)
         return whole, _counted(np.diff(self.offsets)) + np.repeat(offsets[index], np.diff(self.offsets))
 
     def rows(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -116,7 +119,7 @@ class PrefixTree:
 
     @property
     def alone(self) -> list[np.ndarray]:
-        """The runs that see no other run and are no part of a block, as ranges of neighbours.
+        """The runs that see only themselves and are no part of a block, as ranges of neighbours.
 
         Each range is the offsets of its runs, int64 [runs of the range + 1].
         """
@@ -157,7 +160,8 @@ class PrefixTree:
     def _parts(self) -> tuple[list[tuple[int, int]], list[tuple[slice, int]]]:
         """Divide the tree: (ranges of runs that are alone, (rows, first run of the rows) of each block).
 
-        A root is alone if it has no children, or if its tree is too large for one block.
+        A root is alone if it has no children, or if its tree is too large for one block. A large root that is
+        given is in neither part.
         """
         alone: list[tuple[int, int]] = []
         parts: list[tuple[slice, int]] = []
@@ -170,10 +174,9 @@ class PrefixTree:
                 after, is_root = ends[run], self.parents[run] < 0
                 large = offsets[after] - offsets[run] > _BLOCK_ROWS
                 if is_root and (large or after == run + 1):
-                    if alone and alone[-1][1] == run:
-                        alone[-1] = (alone[-1][0], run + 1)
-                    else:
-                        alone.append((run, run + 1))
+                    if self.given is None or not self.given[run]:
+                        joins = alone and alone[-1][1] == run
+                        alone.append((alone.pop()[0] if joins else run, run + 1))
                 elif large:
                     cuts = [*range(offsets[run], offsets[run + 1], _BLOCK_ROWS), offsets[run + 1]]
                     parts += [(slice(*rows), run) for rows in pairwise(cuts)]

@@ -29,6 +29,20 @@ def prefixes_of(sequences):
     return {tuple(ids[: end + 1]) for ids in sequences for end in range(len(ids))}
 
 
+def seen(tree, blocks, reach):
+    """Return how often each row is read for each row, by the runs that are alone and by blocks."""
+    found = np.zeros((tree.offsets[-1], tree.offsets[-1]), dtype=int)
+    for offsets in tree.alone:
+        for first, end in pairwise(offsets.tolist()):
+            causal = np.tril(np.ones((end - first, end - first), dtype=int))
+            distance = np.subtract.outer(np.arange(end - first), np.arange(end - first))
+            found[first:end, first:end] += causal * (distance <= reach)
+    for block in blocks:
+        columns = [*block.before.tolist(), *range(block.rows.start, block.rows.stop)]
+        found[block.rows, columns] += block.visible.numpy()
+    return found
+
+
 def rows_of(batch, sequences):
     """Return the rows of each sequence's tokens."""
     return [batch.rows(np.full(len(ids), index), np.arange(len(ids))) for index, ids in enumerate(sequences)]
@@ -85,16 +99,24 @@ def test_a_row_sees_the_rows_of_the_tokens_before_it_and_no_other(sequences, bef
     expected *= positions[:, None] - positions <= reach
     with mock.patch.object(prefix_tree, "_BLOCK_ROWS", max_rows):
         for make in (batch.tree.blocks, batch.tree.single_rows):
-            found = np.zeros_like(expected)
-            for offsets in batch.tree.alone:
-                for first, end in pairwise(offsets.tolist()):
-                    causal = np.tril(np.ones((end - first, end - first), dtype=int))
-                    distance = np.subtract.outer(np.arange(end - first), np.arange(end - first))
-                    found[first:end, first:end] += causal * (distance <= reach)
-            for block in make(before, CPU):
-                columns = [*block.before.tolist(), *range(block.rows.start, block.rows.stop)]
-                found[block.rows, columns] += block.visible.numpy()
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(seen(batch.tree, make(before, CPU), reach), expected)
+
+
+@given(tries, st.integers(1, 9), st.sampled_from([1, 3, 256]))
+@example(NESTED, 4, 3)
+def test_a_row_sees_the_given_tokens_of_its_tree_which_see_nothing_if_they_are_many(
+    sequences, count, max_rows
+):
+    found = continued_prefixes(sequences, ["one"] * len(sequences), [count] * len(sequences))
+    tree, rows = found.tree.with_given_tokens()
+    inner = seen(found.tree, found.tree.blocks(None, CPU), len(found.ids))
+    with mock.patch.object(prefix_tree, "_BLOCK_ROWS", max_rows):
+        whole = seen(tree, tree.blocks(None, CPU), int(tree.offsets[-1]))
+    np.testing.assert_array_equal(whole[np.ix_(rows, rows)], inner)
+    of_given = np.delete(whole, rows, axis=1)
+    assert (of_given[rows].sum(axis=1) == count).all()
+    for first, end in pairwise([*tree.offsets[tree.trees[:-1]].tolist(), int(tree.offsets[-1])]):
+        assert whole[first : first + count].any() == (end - first <= max_rows)
 
 
 @given(tries)
