@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from attncache_core.runtime.control_groups import allowed_bytes
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Freed blocks up to this size are kept. The largest activations of a batch of 1024 tokens are smaller.
 _KEPT_BYTES = 256 * 2**20
@@ -73,13 +75,9 @@ def tensor_bytes() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that the process can still use: of the machine, and of its control group."""
-    available = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Return the bytes of memory that the process can still use, of the machine and of its control groups."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = [1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])]
-    with contextlib.suppress(OSError, ValueError):  # a limit may be the word "max"
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        available.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
-    return max(0, min(available))
+        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return int(min(available, allowed_bytes()))

@@ -7,22 +7,21 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import faiss
 import torch
 from threadpoolctl import ThreadpoolController
 
+from attncache_core.runtime.control_groups import allowed_processors
 
-def available_processors(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+
+def available_processors() -> int:
     """Return the number of processors that this process may use.
 
-    The number is the smaller of the CPU affinity and the CPU quota of the container, rounded up.
-    cgroup: the folder of the control group file system.
+    The number is the smaller of the CPU affinity and the CPU quota of its control groups, rounded up.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota(cgroup)
-    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
+    return max(1, math.ceil(min(affinity, allowed_processors())))
 
 
 def limit_threads(threads: int | None = None) -> int:
@@ -77,18 +76,3 @@ def compiled_threads() -> int:
 
 
 _outside = threading.local()  # .count: the number of torch's threads outside of `one_thread`
-
-
-def _quota(cgroup: Path) -> float | None:
-    """Return how many processors control groups (version 2 or 1) allow; None if there is no limit."""
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
-        period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
-        return int(limit) / int(period) if int(limit) > 0 else None
-    except (OSError, ValueError):
-        return None

@@ -241,9 +241,10 @@ class _Bucket:
 
     def refill(self, now: float) -> None:
         # The clocks of two machines may differ. The time never goes back, because the same seconds would be
-        # gained again; a clock that is ahead by more than it takes to fill the bucket is not believed.
+        # gained again. A clock that is ahead by more than it takes to fill the bucket is not believed, as if it
+        # had been so long behind: a refusal is not stored, so nothing would be gained until the key expires.
         if self.refilled_at > now + _FULL_SECONDS:
-            self.refilled_at = now
+            self.refilled_at = now - _FULL_SECONDS
         gained = max(0.0, now - self.refilled_at) * self.per_minute / 60
         self.level = min(float(self.per_minute), self.level + gained)
         self.refilled_at = max(now, self.refilled_at)

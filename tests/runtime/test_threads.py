@@ -1,5 +1,6 @@
 """The number of available processors, from control groups that the tests write, and the thread limits."""
 
+import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from core_models import prefill
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.runtime import threads
 from attncache_core.runtime.threads import available_processors, limit_threads, one_thread, use_threads
 
 
@@ -28,60 +30,19 @@ def restored_threads():
     faiss.omp_set_num_threads(before[1])
 
 
-def version_2(folder, content):
-    (folder / "cpu.max").write_text(content)
-    return folder
-
-
-def version_1(folder, quota, period="100000\n"):
-    (folder / "cpu").mkdir()
-    (folder / "cpu/cpu.cfs_quota_us").write_text(quota)
-    (folder / "cpu/cpu.cfs_period_us").write_text(period)
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        ("200000 100000\n", 2),
-        ("150000 100000\n", 2),
-        ("100001 100000\n", 2),
-        ("50000 100000\n", 1),
-        ("1000 100000\n", 1),
-        ("1600000 100000\n", 8),
-        ("max 100000\n", 8),
-        ("not a limit\n", 8),
-        ("", 8),
-    ],
+    ("quota", "expected"), [(2, 2), (1.5, 2), (1.00001, 2), (0.01, 1), (16, 8), (math.inf, 8)]
 )
-def test_quota_of_version_2_is_rounded_up_and_never_above_the_affinity(tmp_path, limit, expected):
-    assert available_processors(version_2(tmp_path, limit)) == expected
+def test_quota_is_rounded_up_and_never_above_the_affinity(monkeypatch, quota, expected):
+    monkeypatch.setattr(threads, "allowed_processors", lambda: quota)
+    assert available_processors() == expected
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected"), [("300000\n", 3), ("250000\n", 3), ("-1\n", 8), ("0\n", 8), ("1600000\n", 8)]
-)
-def test_quota_of_version_1_is_read_if_version_2_is_absent(tmp_path, quota, expected):
-    assert available_processors(version_1(tmp_path, quota)) == expected
-
-
-def test_period_of_version_1_counts(tmp_path):
-    assert available_processors(version_1(tmp_path, "100000\n", period="50000\n")) == 2
-
-
-def test_version_2_takes_precedence_over_version_1(tmp_path):
-    version_2(tmp_path, "200000 100000\n")
-    assert available_processors(version_1(tmp_path, "500000\n")) == 2
-
-
-def test_without_control_groups_the_affinity_decides(tmp_path):
-    assert available_processors(tmp_path) == 8
-
-
-def test_without_an_affinity_all_processors_count(tmp_path, monkeypatch):
+def test_without_an_affinity_all_processors_count(monkeypatch):
+    monkeypatch.setattr(threads, "allowed_processors", lambda: math.inf)
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert available_processors(tmp_path) == 5
+    assert available_processors() == 5
 
 
 @pytest.mark.usefixtures("restored_threads")

@@ -134,6 +134,7 @@ def values_fingerprint(
     checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. saved_as: the dtype on disk.
     Rounding depends on the dtype and on the code that computes, so they are covered too.
     """
-    computed_by = [str(model.device), native.level() if model.stack else "torch", str(model.dtype)]
+    level = native.level()  # of the stack, or of the products and the attention between torch's operators
+    computed_by = [str(model.device), level if model.stack else f"torch, {level}", str(model.dtype)]
     stored_as = [FORMAT, saved_as, BLOCK_TOKENS, STATE_ROWS, layout.layers, layout.slot_bytes, layout.width]
     return hashlib.sha256(json.dumps([checkpoint_fingerprint, computed_by, stored_as]).encode()).digest()

@@ -24,6 +24,7 @@ from kv_models import (
     store_of,
 )
 
+from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
 from attncache_core.engine.continued import run_continued
@@ -31,6 +32,7 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
+from attncache_core.reuse.kv.opening import block_layout, values_fingerprint
 from attncache_core.text import prefix_tree
 
 
@@ -271,3 +273,13 @@ def test_what_runs_while_the_store_is_cleared_is_not_stored(model):
     store.finish(reservation)
     assert store.lookup(prefix_key(ids)).memory == 0
     assert_nothing_is_in_use(store)
+
+
+def test_what_other_code_has_computed_has_another_fingerprint(model, monkeypatch):
+    layout, found, compiled = block_layout(model), set(), model.stack
+    for level in ("avx512", "avx2", None):
+        monkeypatch.setattr(native, "level", lambda level=level: level)
+        for stack in (compiled, None):
+            monkeypatch.setattr(model, "stack", stack)
+            found.add(values_fingerprint(model, "a" * 64, layout, "model"))
+    assert len(found) == (6 if compiled else 3)
