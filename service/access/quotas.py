@@ -241,8 +241,8 @@ class _Bucket:
 
     def refill(self, now: float) -> None:
         # The clocks of two machines may differ. The time never goes back, because the same seconds would be
-        # gained again. A clock that is ahead by more than it takes to fill the bucket is not believed, as if it
-        # had been so long behind: a refusal is not stored, so nothing would be gained until the key expires.
+        # gained again. A clock that is ahead by more than it takes to fill the bucket is not believed. It
+        # counts as behind by that much, because a refusal is not stored, so nothing would be gained later.
         if self.refilled_at > now + _FULL_SECONDS:
             self.refilled_at = now - _FULL_SECONDS
         gained = max(0.0, now - self.refilled_at) * self.per_minute / 60
