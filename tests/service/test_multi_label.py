@@ -112,7 +112,7 @@ def test_likeness_is_the_mean_bhattacharyya_coefficient(logits, shift, temperatu
     )
 
 
-@pytest.mark.parametrize("logit", [-1e30, -745.0, 745.0, 1e30])
-def test_no_logit_overflows(logit):
+def test_no_logit_overflows():
+    logits = np.array([[-1e30], [-745.0], [745.0], [1e30]])
     with np.errstate(all="raise", under="ignore"):
-        assert class_scores(np.array([[logit]]), multi_label=True) == expit(logit)
+        np.testing.assert_array_equal(class_scores(logits, multi_label=True), expit(logits))

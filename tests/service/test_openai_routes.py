@@ -1,7 +1,5 @@
 """The routes under /v1 answer in the shapes of OpenAI and vLLM, errors included."""
 
-import base64
-
 import numpy as np
 import pytest
 from core_models import write_sentence_transformer
@@ -18,23 +16,11 @@ PATHS = {
     "/v1/classify": {"input": "a"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
 }
-BYTES = [ord(letter) for letter in "aab"]
 
 
 def is_openai_error(response):
     error = response.json()["error"]
     return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)
-
-
-async def test_base64_is_the_bytes_of_the_numbers():
-    body = {"input": ["aab", "c"]}
-    async with serving() as client:
-        numbers = (await client.post("/v1/embeddings", json=body)).json()
-        encoded = (await client.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
-    for entry, theirs in zip(numbers["data"], encoded["data"], strict=True):
-        row = np.frombuffer(base64.b64decode(theirs["embedding"]), dtype="<f4")
-        assert row.tolist() == np.float32(entry["embedding"]).tolist()
-    assert numbers["usage"] == encoded["usage"]
 
 
 async def test_embeddings_have_unit_length_also_if_the_model_s_have_not(tmp_path):
@@ -45,17 +31,6 @@ async def test_embeddings_have_unit_length_also_if_the_model_s_have_not(tmp_path
         [found] = (await client.post("/v1/embeddings", json={"input": "where"})).json()["data"]
     assert abs(np.linalg.norm(vector) - 1) > 0.01
     np.testing.assert_allclose(found["embedding"], np.array(vector) / np.linalg.norm(vector), atol=1e-6)
-
-
-async def test_token_ids_are_computed_as_they_are():
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        one = await client.post("/v1/embeddings", json={"input": BYTES})
-        both = await client.post("/v1/embeddings", json={"input": [BYTES, [ord("c")]]})
-    assert engine.batches == [["aab"], ["aab", "c"]]
-    expected = embedding_of(BYTES) / np.linalg.norm(embedding_of(BYTES))
-    np.testing.assert_allclose(one.json()["data"][0]["embedding"], expected, rtol=1e-6)
-    assert both.json()["usage"]["prompt_tokens"] == 4
 
 
 async def test_check_of_token_ids_can_be_switched_off(tiny_engine):

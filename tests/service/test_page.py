@@ -21,10 +21,6 @@ FILES = sorted(FOLDER.iterdir())
 TEXT = "where is my lost card today"
 
 
-def file_id(path):
-    return path.name
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint, tiny_database):
     """The tiny model with its database; only recorded texts hit."""
@@ -32,7 +28,7 @@ def engine(tiny_checkpoint, tiny_database):
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
-@pytest.mark.parametrize("file", FILES, ids=file_id)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 async def test_each_file_is_served_with_headers_that_let_nothing_else_run(file):
     path = "/" if file.name == "index.html" else f"/page/{file.name}"
     async with serving() as client:
@@ -74,28 +70,25 @@ async def test_page_to_try_the_routes_and_its_files_come_from_this_server(page):
     ]
 
 
-@pytest.mark.parametrize("path", ["/page/", "/page/unknown.js", "/page/..%2Fapp.py", "/page/%2e%2e/app.py"])
-async def test_other_files_are_not_served(path):
+async def test_other_files_are_not_served():
     async with serving() as client:
-        assert (await client.get(path)).status_code == 404
+        for path in ("/page/", "/page/unknown.js", "/page/..%2Fapp.py", "/page/%2e%2e/app.py"):
+            assert (await client.get(path)).status_code == 404, path
 
 
-@pytest.mark.parametrize("file", FILES, ids=file_id)
-def test_no_file_names_another_server(file):
-    addresses = re.findall(r"https?://[^\s\"')]+", file.read_text(encoding="utf-8"))
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # the name of SVG, which is no address
+def test_files_name_no_other_server_and_no_missing_file():
+    names = {file.name for file in FILES}
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        addresses = re.findall(r"https?://[^\s\"')]+", text)
+        assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # the name of SVG, which is no address
+        named = re.findall(r'"/page/([\w.]+)"|from "\./([\w.]+)"', text)
+        assert {name for found in named for name in found if name} <= names, file
 
 
 def test_the_page_has_no_inline_script_style_or_handler():
     html = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", html) == []
-
-
-def test_every_file_that_files_name_exists():
-    for file in FILES:
-        text = file.read_text(encoding="utf-8")
-        named = re.findall(r'"/page/([\w.]+)"|from "\./([\w.]+)"', text)
-        assert {name for names in named for name in names if name} <= {file.name for file in FILES}, file
 
 
 def test_an_installed_package_has_every_file_of_the_page():
@@ -149,14 +142,10 @@ async def test_explanation_of_a_longer_text_has_no_maps(engine):
     assert explained["layers"] is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{"input": ""}, {"input": 7}, {"inputs": "a"}, {}],
-    ids=["empty", "number", "other-field", "nothing"],
-)
-async def test_wrong_bodies_are_refused(engine, body):
+async def test_wrong_bodies_are_refused(engine):
     async with serving(engine, admin=True) as client:
-        assert (await client.post("/explain", json=body)).status_code == 400
+        for body in ({"input": ""}, {"input": 7}, {"inputs": "a"}, {}):
+            assert (await client.post("/explain", json=body)).status_code == 400, body
 
 
 async def test_text_that_is_too_long_to_explain_is_refused(tiny_checkpoint):

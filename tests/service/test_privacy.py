@@ -5,8 +5,6 @@ import asyncio
 import pytest
 from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
 
-from service.errors import stack_without_values
-
 pytestmark = pytest.mark.anyio
 
 
@@ -24,8 +22,7 @@ async def test_exception_is_logged_with_its_stack_and_without_its_message(breaks
         response = await client.post("/classify", json={"inputs": f"{SECRET}, open"})
         metrics = (await client.get("/metrics")).text
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-    assert "builtins.RuntimeError" in caplog.text
-    assert "builtins.KeyError" in caplog.text
+    assert caplog.text.index("builtins.KeyError") < caplog.text.index("builtins.RuntimeError")
     assert "in _break" in caplog.text
     for visible in (response.text, caplog.text, metrics):
         assert SECRET not in visible
@@ -86,16 +83,3 @@ async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(pat
         assert answer.status_code == 200
         names[sent] = {name: value for name, value in answer.headers.items() if "hits" in name}
     assert names == {True: hits, False: {}}
-
-
-def test_stack_has_types_and_lines_of_the_whole_chain():
-    try:
-        try:
-            int(SECRET)
-        except ValueError as error:
-            raise LookupError(SECRET) from error
-    except LookupError as error:
-        stack = stack_without_values(error)
-    assert stack.index("builtins.ValueError") < stack.index("builtins.LookupError")
-    assert SECRET not in stack
-    assert "test_privacy.py" in stack
