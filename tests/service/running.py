@@ -1,6 +1,8 @@
 """What tests of a server share: a clock, metrics by name, API keys, and a request that was answered."""
 
+import asyncio
 import re
+from inspect import isawaitable
 
 from service.observability.finished import FinishedRequest
 
@@ -12,6 +14,13 @@ class Clock:
 
     def __call__(self):
         return self.seconds
+
+
+async def until(holds):
+    """Wait until a function, which may be a coroutine function, returns something true."""
+    async with asyncio.timeout(30):
+        while not (await found if isawaitable(found := holds()) else found):
+            await asyncio.sleep(0.005)
 
 
 def samples(text):

@@ -185,30 +185,27 @@ async def test_unknown_paths_and_methods_have_the_shape_of_openai():
 
 async def test_every_refusal_has_the_shape_of_openai():
     key = {"Authorization": "Bearer " + "k" * 20}
-    async with serving(FakeEngine(labels=("a", "b")), max_body_bytes=1000, api_key="k" * 20) as client:
+    async with (
+        serving(FakeEngine(labels=("a", "b")), max_body_bytes=1000, api_key="k" * 20) as client,
+        full_queue(FakeEngine(labels=("a", "b"))) as full,
+        starting(lambda: iter([])) as loading,
+    ):
         for path, body in PATHS.items():
             answers = {
                 401: await client.post(path, json=body),
                 413: await client.post(path, content=b"[" * 1001, headers=key),
                 409: await client.post(path, json=body, headers=key | {"X-AttnCache-Require-Model": "f" * 8}),
                 400: await client.post(path, json=body, headers=key | {"X-AttnCache-Reuse": "maybe"}),
+                429: await full.post(path, json=body),
+                503: await loading.post(path, json=body),
             }
             assert [answer.status_code for answer in answers.values()] == list(answers)
             assert all(map(is_openai_error, answers.values()))
             assert answers[401].json()["error"]["code"] == "invalid_api_key"
             assert answers[401].headers["WWW-Authenticate"].startswith("Bearer")
-
-
-async def test_full_queue_and_loading_have_the_shape_of_openai():
-    async with full_queue(FakeEngine(labels=("a", "b"))) as client, starting(lambda: iter([])) as loading:
-        for path, body in PATHS.items():
-            full = await client.post(path, json=body)
-            assert (full.status_code, is_openai_error(full)) == (429, True)
-            error = full.json()["error"]
+            error = answers[429].json()["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-            assert int(full.headers["Retry-After"]) >= 1
-            early = await loading.post(path, json=body)
-            assert (early.status_code, is_openai_error(early)) == (503, True)
-            assert early.json()["error"]["type"] == "server_error"
+            assert int(answers[429].headers["Retry-After"]) >= 1
+            assert answers[503].json()["error"]["type"] == "server_error"
         models = await loading.get("/v1/models")
         assert (models.status_code, is_openai_error(models)) == (503, True)

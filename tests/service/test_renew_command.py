@@ -19,9 +19,9 @@ def corpus(tmp_path):
     return path
 
 
-def test_rollback_lets_the_generation_before_serve_again(root, tiny_prototypes_database):
+def test_rollback_lets_the_generation_before_serve_again_and_needs_no_model(root, tiny_prototypes_database):
     publish(root, tiny_prototypes_database)
-    printed = succeeded(run("renew", root, "--rollback"))
+    printed = succeeded(run("renew", root, "--rollback", "--model", "no-such-model"))
     assert printed == "generation 0 serves again, instead of generation 1\n"
     assert AttentionDatabase.open(root).info().generation == 0
     assert_one_line(run("renew", root, "--rollback"), "no generation before generation 0")
@@ -37,12 +37,6 @@ def test_folder_without_a_sample_needs_a_corpus(tmp_path, tiny_engine, tiny_corp
     build_database(tiny_engine, tiny_corpus, root, options)
     result = run("renew", root, *model_arguments(tiny_checkpoint))
     assert_one_line(result, "holds no sample of texts; start the server with --sample, or give --corpus FILE")
-
-
-def test_rollback_needs_no_model(root, tiny_prototypes_database):
-    publish(root, tiny_prototypes_database)
-    printed = succeeded(run("renew", root, "--rollback", "--model", "no-such-model"))
-    assert printed.startswith("generation 0 serves again")
 
 
 def test_database_without_a_budget_is_an_error_of_one_line(root, tiny_checkpoint, corpus):

@@ -17,11 +17,13 @@ async def ask(client, path, body, required):
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_answer_names_the_model_as_info_does(path, body):
+async def test_answer_names_the_model_as_info_does_and_a_required_model_answers(path, body):
     async with serving() as client:
         answer = await client.post(path, json=body)
         info = (await client.get("/info")).json()
-    assert answer.headers["X-AttnCache-Model"] == info["fingerprint"] == OWN
+        assert answer.headers["X-AttnCache-Model"] == info["fingerprint"] == OWN
+        for required in (OWN, OWN[:8], OWN.upper(), f" {OWN[:12]} "):
+            assert (await ask(client, path, body, required)).status_code == 200, required
 
 
 async def test_error_names_the_model_too():
@@ -29,13 +31,6 @@ async def test_error_names_the_model_too():
         for inputs, status in (("", 400), (FAILING, 500), (["a"] * 1025, 422)):
             answer = await client.post("/embed", json={"inputs": inputs})
             assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (status, OWN)
-
-
-@pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_required_model_answers(path, body):
-    async with serving() as client:
-        for required in (OWN, OWN[:8], OWN.upper(), f" {OWN[:12]} "):
-            assert (await ask(client, path, body, required)).status_code == 200, required
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import until_waiting
 from raw_http import request_and_leave
-from running import Clock
+from running import Clock, until
 
 from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
@@ -79,7 +79,7 @@ async def client():
 @settings(max_examples=60)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([None, "x", "y"]), operations), max_size=14
     )
 )
 async def test_histories_are_those_of_a_dictionary(client, steps):
@@ -219,8 +219,7 @@ async def test_client_that_leaves_releases_its_session(leaving):
         await asyncio.to_thread(engine.runs.acquire)
         tasks += [asyncio.create_task(gone)] if "waits" in leaving else []
         tasks.append(asyncio.create_task(ask(client, append="c")))
-        while sessions._waiting < len(tasks) - 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: sessions._waiting == len(tasks) - 1)
         leave.set()
         await tasks[0 if "runs" in leaving else 1]
         engine.may_run.set()
@@ -248,15 +247,6 @@ async def test_expired_session_is_found_while_a_request_of_it_runs():
         engine.may_run.set()
         assert_is_about(await slow, "ab")
         assert_is_about(await ask(client, append="c"), "abc")
-
-
-async def test_salt_hides_the_sessions_of_other_salts():
-    async with serving() as client:
-        for salt, text in ((None, "a"), ("x", "b"), ("y", "c")):
-            assert_is_about(await ask(client, salt=salt, transcript=[text]), text)
-        assert_failed(await ask(client, salt="z", append="!"), 404, "unknown_session", "session_id")
-        for salt, text in ((None, "a"), ("x", "b"), ("y", "c")):
-            assert_is_about(await ask(client, salt=salt, append="!"), text + "!")
 
 
 @asynccontextmanager
@@ -292,10 +282,9 @@ async def test_overflow_is_recomputed_for_the_newest_tokens(turn):
         assert "X-AttnCache-History-Tokens" not in short.headers
 
 
-async def test_half_of_the_window_remains_unless_the_new_turn_is_longer():
-    for turn, kept in (("ghijklmn", 32), ("ghijklmn" * 5, 40)):
-        async with overflowing("recompute") as client:
-            assert_is_about(await ask(client, append=turn), ("abcdef" * 10 + turn)[-kept:])
+async def test_new_turn_that_is_longer_than_half_of_the_window_remains_whole():
+    async with overflowing("recompute") as client:
+        assert_is_about(await ask(client, append="ghijklmn" * 5), "ghijklmn" * 5)
 
 
 @pytest.mark.parametrize("field", ["append", "transcript"])
@@ -437,17 +426,6 @@ async def test_memory_is_bounded_and_freed():
     clock.seconds = 3 * TTL
     assert (await sessions.count(), sessions.distinct) == (0, 0)
     assert sessions._histories._bytes == 0
-
-
-async def test_access_prolongs_the_life_of_a_session():
-    clock = Clock()
-    sessions = sessions_with(clock)
-    await keep(sessions, "a")
-    for _ in range(3):
-        clock.seconds += TTL - 1
-        assert await sessions.history(key("a")) is not None
-    clock.seconds += TTL
-    assert await sessions.history(key("a")) is None
 
 
 async def test_waiting_requests_are_bounded():

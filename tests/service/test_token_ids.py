@@ -94,18 +94,6 @@ def test_number_that_is_no_token_id_is_refused_with_its_sequence(engine):
     assert caught.value.field == "inputs[1]"
 
 
-def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine):
-    long, short = "the bank is where my card was lost when ?", "where is it ?"
-    right, plain = made(engine, Texts([long, short], True))
-    left, same = made(engine, Texts([long, short], True, "left"))
-    assert (len(left), len(right)) == (12, 12)
-    assert left[:2] == right[:2]  # [CLS] and the template
-    assert left[-2:] == right[-2:]  # the template and [SEP]
-    assert same == plain
-    [turn] = engine.tokenizer.turns([long])
-    assert left[2:-2] == turn[-8:]
-
-
 def write_tokenizer_of_numbers(folder):
     """Write a tokenizer that divides a number into threes from its beginning on, as Llama 3's does."""
     words = ["?", *(f"{number:0{width}}" for width in (1, 2, 3) for number in range(10**width))]
@@ -175,11 +163,12 @@ def test_left_cut_obeys_the_same_limits(engine):
 
 
 @pytest.mark.parametrize("front", ["where is my card ? " * 5000, "x" * 60_000 + " ", "x " * 9], ids=len)
-def test_end_of_a_text_fills_the_room_whatever_is_in_front_of_it(engine, front):
+def test_end_of_a_text_fills_the_room_in_the_template_whatever_is_in_front_of_it(engine, front):
     end = "when was the money sent to the bank"
-    [ids] = made(engine, Texts([front + end], True, "left"))
-    [expected] = engine.tokenizer.turns([end])
-    assert ids[2:-2] == expected[-8:]
+    ids, short = made(engine, Texts([front + end, "where ?"], True, "left"))
+    [of_end, of_short] = engine.tokenizer.turns([end, "where ?"])
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)  # [CLS], the template and [SEP]
+    assert [ids, short] == [frame.around(of_end[-8:]), frame.around(of_short)]
 
 
 def test_end_of_a_text_with_long_tokens_fills_the_room(engine):

@@ -121,27 +121,36 @@ def test_missing_packages_are_named_in_a_warning(monkeypatch, caplog):
     assert "pip install 'attncache[otel]'" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("OTEL_PROPAGATORS", "nowhere"),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "100"),
-        ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "x"),
-    ],
-)
-def test_variable_that_opentelemetry_refuses_is_told_in_a_warning(name, value):
-    # In a process of its own, because OpenTelemetry reads some variables when it is imported.
-    script = "import os; from service.observability.tracing import tracing_of; print(tracing_of(os.environ))"
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", name: value}
+# Each variable in a fork, because OpenTelemetry reads some variables when it is imported.
+TRACING_OF_EACH = """
+import os, sys
+from service.observability.tracing import tracing_of
+for variable in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+    else:
+        name, _, os.environ[name] = variable.partition("=")
+        print(tracing_of(os.environ), flush=True)
+        os._exit(0)
+"""
+
+
+def test_variable_that_opentelemetry_refuses_is_told_in_a_warning():
+    refused = (
+        "OTEL_PROPAGATORS=nowhere",
+        "OTEL_BSP_MAX_QUEUE_SIZE=100",
+        "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT=x",
+    )
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | environment,
+        [sys.executable, "-c", TRACING_OF_EACH, *refused],
+        env=os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "None\n"
-    assert "no traces are made, because of a variable of OpenTelemetry: " in done.stderr
+    assert done.stdout == "None\n" * len(refused)
+    warning = "no traces are made, because of a variable of OpenTelemetry: "
+    assert done.stderr.count(warning) == len(refused)
 
 
 async def test_malformed_headers_of_a_trace_are_in_no_log(monkeypatch, collector, caplog):

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 import pytest
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, starting
 from raw_http import request_and_leave
+from running import until
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -41,11 +42,7 @@ def test_workers_share_threads_connections_and_bytes():
     # A request of the greatest size still fits.
     assert share_of(Settings(max_inflight_bytes=3 * 2**20), 3).max_inflight_bytes == 2 * 2**20
     assert share_of(Settings(kv=False), 2).kv_memory_bytes is None
-
-
-def test_one_worker_has_the_settings_of_the_server():
-    assert share_of(Settings(), 1) == Settings()
-    assert share_of(Settings(workers="auto"), 1) == Settings()
+    assert share_of(Settings(), 1) == share_of(Settings(workers="auto"), 1) == Settings()
 
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
@@ -54,18 +51,21 @@ def test_other_numbers_of_workers_are_refused(workers):
         read_settings({"workers": workers})
 
 
-def test_workers_do_not_start_without_room_for_what_they_share(monkeypatch):
-    monkeypatch.setattr("service.workers.supervisor._SERVER_BYTES", 2**60)
+@pytest.mark.parametrize(
+    ("changed", "value", "remedy"),
+    [
+        ("service.workers.supervisor._SERVER_BYTES", 2**60, "set TMPDIR to another folder"),
+        ("tempfile.tempdir", "/proc/missing", "set TMPDIR to a folder that this user may write to"),
+    ],
+    ids=["no room", "no folder"],
+)
+def test_workers_do_not_start_without_room_or_a_folder_for_what_they_share(
+    monkeypatch, changed, value, remedy
+):
+    monkeypatch.setattr(changed, value)
     failure = serve_with_workers(Settings(workers=2), lambda *_: pytest.fail("nothing starts"), [])
     assert isinstance(failure, InvalidSettings)
-    assert "set TMPDIR to another folder" in str(failure)
-
-
-def test_workers_do_not_start_without_a_folder_for_what_they_share(monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", "/proc/missing")
-    failure = serve_with_workers(Settings(workers=2), lambda *_: pytest.fail("nothing starts"), [])
-    assert isinstance(failure, InvalidSettings)
-    assert "set TMPDIR to a folder that this user may write to" in str(failure)
+    assert remedy in str(failure)
 
 
 # Who accepts.
@@ -82,33 +82,21 @@ class Echo(asyncio.Protocol):
 
 
 @pytest.mark.anyio
-async def test_connection_that_was_accepted_before_the_end_is_served():
-    with bind("127.0.0.1", 0) as listening, socket.socket() as client:
-        acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
-        # Without a turn of the event loop, so that nobody has accepted it yet.
-        client.connect(listening.getsockname())
-        acceptor._accept()
-        assert acceptor.is_opening
-        acceptor.close()
-        client.sendall(b"hello")
-        client.settimeout(30)
-        assert await asyncio.to_thread(client.recv, 5) == b"hello"
-        assert not acceptor.is_opening
-
-
-@pytest.mark.anyio
-async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_event_loop():
+async def test_connections_that_come_at_once_are_accepted_in_one_turn_and_served_after_the_end():
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
         clients = [stack.enter_context(socket.socket()) for _ in range(5)]
+        # Without a turn of the event loop, so that nobody has accepted them yet.
         for client in clients:
             client.connect(listening.getsockname())
         acceptor._accept()
+        assert acceptor.is_opening
         acceptor.close()  # nobody who still waits would be answered
         for client in clients:
             client.sendall(b"hello")
             client.settimeout(30)
             assert await asyncio.to_thread(client.recv, 5) == b"hello"
+        assert not acceptor.is_opening
 
 
 @pytest.mark.anyio
@@ -219,8 +207,7 @@ async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path):
     async with two_workers(tmp_path, [bad, other], verify_rate=1) as (first, _):
         while bad.map_reuse.policy == policy_of():
             await first.post("/embed", json={"inputs": ["short"] * 8})
-        while other.map_reuse.policy != bad.map_reuse.policy:
-            await asyncio.sleep(0.01)
+        await until(lambda: other.map_reuse.policy == bad.map_reuse.policy)
     assert other.map_reuse.policy.steps.groups[0] >= 1
     assert other.verified == []
 
@@ -249,8 +236,7 @@ async def test_client_that_leaves_while_it_waits_does_not_unlock_the_session_for
         app = clients[0]._transport.app
         async with running_in_the_first(clients, engine):
             gone = asyncio.create_task(request_and_leave(app, {"session_id": "s", "append": "gone"}, leave))
-            while app.state.service.sessions._waiting < 1:
-                await asyncio.sleep(0.001)
+            await until(lambda: app.state.service.sessions._waiting)
             leave.set()
             await gone
             following = asyncio.create_task(turn(clients[1], append="c"))

@@ -21,12 +21,8 @@ FLOAT32 = 2e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_deberta_v3(tmp_path_factory.mktemp("models") / "nli", **NLI)
-
-
-@pytest.fixture(scope="module")
-def engine(folder):
+def engine(tmp_path_factory):
+    folder = write_deberta_v3(tmp_path_factory.mktemp("models") / "nli", **NLI)
     return PrefillEngine.load(read_checkpoint(folder), dtype="float32")
 
 
@@ -35,11 +31,19 @@ def by_label(answer):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"multi_label": True}, {"hypothesis_template": "the text is about a {}"}], ids=str
+    ("classes", "how"),
+    [
+        (NLI, {}),
+        (NLI, {"multi_label": True}),
+        (NLI, {"hypothesis_template": "the text is about a {}"}),
+        (NLI_REVERSED, {}),  # the class of entailment is found by its name
+    ],
+    ids=["one label", "several labels", "template", "reversed"],
 )
-async def test_scores_are_those_of_the_pipeline_of_transformers(folder, engine, how):
+async def test_scores_are_those_of_the_pipeline_of_transformers(tmp_path, classes, how):
+    folder = write_deberta_v3(tmp_path / "nli", **classes)
     theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
-    async with serving(engine) as client:
+    async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
         answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **how})
     for found, expected in zip(answer.json(), theirs(INPUTS, LABELS, **how), strict=True):
         assert [one["label"] for one in found] == expected["labels"]
@@ -114,16 +118,3 @@ async def test_other_models_refuse_the_fields_of_zero_shot_classification(field)
         async with serving(fake) as client:
             answer = await client.post("/classify", json={"inputs": "a", "labels": ["a", "b"], **field})
         assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(field)))
-
-
-async def test_class_of_entailment_is_found_by_its_name(tmp_path):
-    folder = write_deberta_v3(tmp_path / "nli", **NLI_REVERSED)
-    theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
-    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    async with serving(engine) as client:
-        [answer] = (await client.post("/classify", json={"inputs": INPUTS[0], "labels": LABELS})).json()
-    expected = theirs(INPUTS[0], LABELS)
-    found = by_label(answer)
-    np.testing.assert_allclose(
-        [found[label] for label in expected["labels"]], expected["scores"], atol=FLOAT32
-    )
