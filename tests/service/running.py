@@ -37,6 +37,18 @@ def samples(text):
     return found
 
 
+async def metrics_of(client):
+    return samples((await client.get("/metrics")).text)
+
+
+async def until_metric(client, least, *series):
+    """Wait until a metric of a server is at least so large. Return all metrics."""
+    async with asyncio.timeout(30):
+        while (values := await metrics_of(client))[series] < least:
+            await asyncio.sleep(0.001)
+    return values
+
+
 ONE = "first-key-0123456789"
 
 TWO = "second-key-0123456789"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from fake_engine import FakeEngine, serving
+from queueing import queued
 from raw_http import post, read_response, wait_until
 from server_process import get
 
@@ -73,8 +74,7 @@ async def test_clients_of_one_connection_take_turns_if_the_proxy_is_trusted(trus
         batcher = client._transport.app.state.service.serving().batcher
         for waiting, texts in enumerate(([f"many {number}" for number in range(40)], ["single"]), 1):
             answered.append(ask(f"198.51.100.{waiting}", *texts))
-            while batcher.waiting_sequences < 39 + waiting:
-                await asyncio.sleep(0.001)
+            await queued(batcher, 39 + waiting)
         engine.may_run.set()
         assert [(await response).status_code for response in answered] == [200] * 3
     assert any("single" in batch for batch in engine.batches[:4]) == takes_turns

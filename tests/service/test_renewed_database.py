@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from following import following, publish
 from following import serving as serving_database
+from running import until, until_metric
 
 from attncache_core import AttentionDatabase, BuildOptions, MachineBusy, PrefillEngine, build_database
 from attncache_core.heads.comparator import Measure
@@ -180,8 +181,7 @@ async def test_each_answer_is_of_one_generation_or_exact_while_batches_tightenin
                 published = await asyncio.to_thread(publish, root, built)
                 await until_generation(client, published)
                 await asyncio.sleep(0.05)
-            while 0 not in seen:  # until the last generation is tightened so far that an answer is exact
-                await asyncio.sleep(0.02)
+            await until(lambda: 0 in seen)  # the last generation is tightened so far that an answer is exact
             ended.set()
 
         await asyncio.gather(ask(), ask(), tighten(), swap())
@@ -219,9 +219,8 @@ async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
                 await until_generation(client, published)
                 stores.append(weakref.ref(state.serving().engine.map_reuse.database.search.store))
                 if number in (SWAPS // 2 - 1, SWAPS - 1):
-                    async with asyncio.timeout(30):  # the last batch of the generation before may still run
-                        while sum(store() is not None for store in stores) > 1:
-                            await asyncio.sleep(0.01)
+                    # The last batch of the generation before may still run.
+                    await until(lambda: sum(store() is not None for store in stores) == 1)
                     gc.collect()
                     figures.append((open_files(), own_memory()))
             ended.set()
@@ -264,9 +263,7 @@ async def test_generation_that_cannot_be_opened_is_logged_once_and_the_present_o
         if (damaged / "generations").exists():
             shutil.copytree(damaged / "generations", root / "generations")
         write_whole(root / "current", (damaged / "current").read_bytes())
-        async with asyncio.timeout(30):
-            while "generation 0 serves on" not in caplog.text:
-                await asyncio.sleep(0.005)
+        await until(lambda: "generation 0 serves on" in caplog.text)
         await asyncio.sleep(0.1)  # ten looks
         assert near(rows(await embed(client, texts)), expected).all()
         assert (await database_info(client))["generation"] == 0
@@ -291,15 +288,11 @@ async def test_findings_of_the_generation_before_are_kept_with_it(
         answer = await embed(client, texts)
         hits = int(answer.headers["X-AttnCache-Hits"].split("/")[0])
         assert 0 < hits < 16  # findings about more hits are kept at once
-        async with asyncio.timeout(30):
-            while f"attncache_verify_cosine_count {hits}.0" not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0.01)
+        await until_metric(client, hits, "attncache_verify_cosine_count")
         before = (root / "tightened.json").read_bytes()
         publish(root, tiny_prototypes_database)
         await until_generation(client, 1)
-        async with asyncio.timeout(30):
-            while (root / "tightened.json").read_bytes() == before:
-                await asyncio.sleep(0.01)
+        await until(lambda: (root / "tightened.json").read_bytes() != before)
     assert not (root / "generations" / "000001" / "tightened.json").exists()
 
 

@@ -22,14 +22,11 @@ from attncache_core.engine.result import BatchReport, joined
 from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching import batch_runner
-from service.batching.admission import Limits
-from service.batching.batcher import Batcher
 from service.batching.request_queue import _MAX_LOOKUPS
 from service.batching.results import Lookup, Results, SequenceNames, repeatable
 from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull
 from service.observability.finished import Timing
-from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
@@ -304,7 +301,6 @@ def test_kept_result_holds_no_other_rows_of_its_batch():
     results.find([b"a"], str)
     results.settle({b"a": repeatable(batch, 3)})
     (kept,) = results.find([b"a"], str)
-    assert isinstance(kept, PrefillResult)
     assert kept.outputs.base is None
     assert kept.asked_tokens.base is None
     assert kept.outputs.shape == (1, 8)
@@ -502,32 +498,28 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkey
 @pytest.mark.parametrize("first", ["known", "other"])
 async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     engine = CountingEngine()
-    limits = Limits(10**5, 100, 10**6, request_tokens=10**6)
-    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
-    await submit(batcher, "known")
-    busy = await hold(engine, batcher)
-    before = engine.tokenized
-    other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
-    known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
-    other = other or [submit(batcher, "other", flow=("other",))]
-    engine.may_run.set()
-    await asyncio.gather(busy, *other, *known)
-    await asyncio.to_thread(batcher.close)
+    async with batching(engine, tokens=10**5, queue=10**6) as batcher:
+        await submit(batcher, "known")
+        busy = await hold(engine, batcher)
+        before = engine.tokenized
+        other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
+        known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
+        other = other or [submit(batcher, "other", flow=("other",))]
+        engine.may_run.set()
+        await asyncio.gather(busy, *other, *known)
     assert sum(batch.count("known") for batch in engine.batches) == 1
     assert engine.tokenized_before["other"] - before <= _MAX_LOOKUPS + 2
 
 
 async def test_known_texts_end_the_turn_of_their_client():
     engine = CountingEngine()
-    limits = Limits(100, 100, 10**6, request_tokens=10**6)
-    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
-    await submit(batcher, "known")
-    busy = await hold(engine, batcher)
-    # The clients have the same number of requests, and those of the second one fill a batch each.
-    known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
-    other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
-    before = engine.tokenized
-    engine.may_run.set()
-    await asyncio.gather(busy, *other, *known)
-    await asyncio.to_thread(batcher.close)
+    async with batching(engine, tokens=100, queue=10**6) as batcher:
+        await submit(batcher, "known")
+        busy = await hold(engine, batcher)
+        # The clients have the same number of requests, and those of the second one fill a batch each.
+        known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
+        other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
+        before = engine.tokenized
+        engine.may_run.set()
+        await asyncio.gather(busy, *other, *known)
     assert engine.tokenized_before[f"{0:060}"] - before < 200

@@ -18,6 +18,7 @@ from fake_engine import FakeEngine
 from fake_engine import serving as serving_fake
 from following import following
 from following import serving as serving_database
+from running import until
 
 from attncache_core import BuildOptions, build_database
 from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
@@ -55,12 +56,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 0.005)
     monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 0.01)
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.02)
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def sampled(root):

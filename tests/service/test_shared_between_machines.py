@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, serving
 from raw_http import make_certificate
-from running import samples
+from running import samples, until
 from valkeys import running_valkey
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -77,15 +77,6 @@ def assert_is_away(response):
     assert (response.status_code, response.json()["error"]["code"]) == (503, "shared_unavailable")
     assert "X-Request-Id" in response.json()["error"]["message"]
     assert int(response.headers["Retry-After"]) >= 1
-
-
-async def until(condition):
-    """Wait until an asynchronous condition holds."""
-    for _ in range(1000):
-        if await condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the condition never held")
 
 
 # Sessions.
@@ -326,7 +317,7 @@ async def test_conversations_under_load_are_whole_through_outages(tmp_path, keep
                 away()
                 await asyncio.sleep(0.4 * chance.random())
                 back()
-            await until(lambda: asyncio.sleep(0, seen[200] > 500))
+            await until(lambda: seen[200] > 500)
             over.set()
     assert set(seen) <= expected
 
@@ -395,23 +386,23 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
     async with machines(valkey.url, bad, other, verify_rate=1) as (first, _):
         while bad.map_reuse.policy == policy_of():
             await first.post("/embed", json={"inputs": ["short"] * 8})
-        await until(lambda: asyncio.to_thread(lambda: other.map_reuse.policy == bad.map_reuse.policy))
+        await until(lambda: other.map_reuse.policy == bad.map_reuse.policy)
         tight = bad.map_reuse.policy
         assert other.verified == []
         valkey.kill()
-        await until(lambda: asyncio.to_thread(lambda: bool(other.map_reuse.reuse_off)))
+        await until(lambda: other.map_reuse.reuse_off)
         assert other.map_reuse.policy == tight.switched_off()
         assert "cannot be read or written" in other.map_reuse.reuse_off[0]
         # An empty store learns again what the servers know.
         valkey.start()
-        await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
+        await until(lambda: not other.map_reuse.reuse_off)
         assert other.map_reuse.policy.steps.groups[0] >= tight.steps.groups[0]
         (name,) = valkey.ask("KEYS", "attncache:findings:*")
         valkey.ask("SET", name, "{}")
-        await until(lambda: asyncio.to_thread(lambda: bool(other.map_reuse.reuse_off)))
+        await until(lambda: other.map_reuse.reuse_off)
         assert "its content is damaged" in other.map_reuse.reuse_off[0]
         valkey.ask("DEL", name)
-        await until(lambda: asyncio.to_thread(lambda: not other.map_reuse.reuse_off))
+        await until(lambda: not other.map_reuse.reuse_off)
 
 
 async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_was_away_at_its_start(
@@ -427,10 +418,10 @@ async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_wa
     assert first.reuse_off
     async with machines(valkey.url, engines[0], verify_rate=0):
         valkey.start()
-        await until(lambda: asyncio.to_thread(lambda: not first.reuse_off))
+        await until(lambda: not first.reuse_off)
         second.tighten(0)
         second.keep_verified({})
-        await until(lambda: asyncio.to_thread(lambda: first.policy == second.policy))
+        await until(lambda: first.policy == second.policy)
 
 
 async def test_engines_of_a_server_ask_for_findings_over_one_connection_which_ends_with_the_server(
@@ -443,7 +434,7 @@ async def test_engines_of_a_server_ask_for_findings_over_one_connection_which_en
             engine = load_engine(settings, tiny_checkpoint)
             engine.map_reuse._served.shared.change("policy", lambda _: b"")
         assert connections(valkey) == 1
-    await until(lambda: asyncio.to_thread(lambda: connections(valkey) == 0))
+    await until(lambda: connections(valkey) == 0)
 
 
 def connections(valkey):

@@ -1,6 +1,5 @@
 """Files of a real database fail while the real app serves: clients notice nothing, the log has a line."""
 
-import asyncio
 import logging
 import mmap
 import os
@@ -9,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, serving
-from running import samples
+from running import metrics_of, until_metric
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.native.guard import guard
@@ -42,15 +41,6 @@ async def embedded(client, text):
     return response.headers["X-AttnCache-Hits"], np.array(response.json()[0])
 
 
-async def metric(client, name):
-    return samples((await client.get("/metrics")).text)[(name,)]
-
-
-async def until(condition):
-    while not await condition():
-        await asyncio.sleep(0.02)
-
-
 async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_and_logged_once(
     engine, root, tiny_corpus, caplog
 ):
@@ -63,7 +53,7 @@ async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_
             hits, after = await embedded(client, text)
             assert hits == "0/1"
             np.testing.assert_allclose(after, before, atol=SIXTEEN_BITS)
-        assert await metric(client, "attncache_database_lost_segments_total") == 1
+        assert (await metrics_of(client))[("attncache_database_lost_segments_total",)] == 1
         assert (await client.get("/info")).json()["database"]["lost_lengths"] == [7]
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
@@ -74,19 +64,13 @@ async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no
     engine, root, tiny_corpus, caplog
 ):
     text = text_of(engine, tiny_corpus, 7)
-    assert engine.map_reuse.database
     record = engine.map_reuse.database.search.store.record_of(engine.tokenize([text])[0])
-    assert record is not None
     async with serving(engine) as client:
         hits, before = await embedded(client, text)
         assert hits == "1/1"
         with (root / "maps" / "00007.maps").open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
             content[RECORDS_START + record * RECORD_BYTES + 1] ^= 0x20
-
-        async def is_found():
-            return await metric(client, "attncache_database_corrupt_records_total") == 1
-
-        await until(is_found)
+        await until_metric(client, 1, "attncache_database_corrupt_records_total")
         hits, after = await embedded(client, text)
         assert hits == "0/1"
         np.testing.assert_allclose(after, before, atol=SIXTEEN_BITS)
@@ -98,15 +82,11 @@ def scrubbing():
     return [thread.name for thread in threading.enumerate() if thread.name == "scrub"]
 
 
-async def test_scrubber_starts_and_ends_with_the_server(engine):
+async def test_scrubber_starts_and_ends_with_the_server_of_a_database(engine):
     assert scrubbing() == []
     async with serving(engine):
         assert scrubbing() == ["scrub"]
-    assert scrubbing() == []
-
-
-async def test_without_a_database_nothing_is_checked():
-    engine = FakeEngine()
-    engine.map_reuse = None
-    async with serving(engine):
+    without_database = FakeEngine()
+    without_database.map_reuse = None
+    async with serving(without_database):
         assert scrubbing() == []

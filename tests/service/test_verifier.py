@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from core_models import random_text
@@ -18,7 +17,7 @@ from fake_engine import FakeEngine, policy_of, serving, starting, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import hold, queued, submit
-from running import samples
+from running import metrics_of, samples, until, until_metric
 from verifying import FAILURES, VERIFIED, AnyText, requests_of, serve, verifier_of, verify_all
 
 from attncache_core import AttentionDatabase, CorruptDatabase, LinearClassifier, PrefillEngine
@@ -218,8 +217,6 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(caplog):
     for _ in range(20):
         serve(engine, verifier, ["bad"] * 8)
         verify_all(verifier)
-    assert engine.map_reuse is not None
-    assert engine.map_reuse.policy.limit is not None
     assert engine.map_reuse.policy.limit.is_off
     assert [group.is_off for group in engine.map_reuse.policy.groups] == [False, False]
     assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
@@ -311,7 +308,7 @@ def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_pat
 async def test_stopped_server_keeps_its_findings(tmp_path):
     async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
         await client.post("/embed", json={"inputs": ["short"] * 5})
-        await until_verified(client, 5)
+        await until_metric(client, 5, VERIFIED)
     assert kept_hits(tmp_path) == pytest.approx([1.0] * 5, abs=1e-6)
 
 
@@ -336,13 +333,12 @@ async def test_nothing_is_reused_if_findings_cannot_be_kept_and_the_server_says_
         spoil(tmp_path)
     async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
         if when == "while serving":
-            assert (await values_of(client))[("attncache_reuse_off_reasons",)] == 0
+            assert (await metrics_of(client))[("attncache_reuse_off_reasons",)] == 0
             spoil(tmp_path)
             assert (await client.post("/embed", json=body)).headers["X-AttnCache-Hits"] == "16/16"
-            while not (await values_of(client))[("attncache_reuse_off_reasons",)]:
-                await asyncio.sleep(0.001)
+            await until_metric(client, 1, "attncache_reuse_off_reasons")
         response = await client.post("/embed", json=body)
-        values, info = await values_of(client), (await client.get("/info")).json()
+        values, info = await metrics_of(client), (await client.get("/info")).json()
     assert response.headers["X-AttnCache-Hits"] == "0/16"
     assert values[("attncache_reuse_off_reasons",)] == 1
     assert (values["attncache_reuse_off", "1-8"], values["attncache_reuse_off", "9-"]) == (1, 1)
@@ -370,15 +366,12 @@ async def verifying(engine, sequences=100):
 
 async def verified(metrics, count):
     """Wait until `count` hits have been verified."""
-    while numbers(metrics)[(VERIFIED,)] < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: numbers(metrics)[(VERIFIED,)] >= count)
 
 
 async def begin_to_close(batcher):
-    assert batcher.verifier is not None
     closing = asyncio.create_task(asyncio.to_thread(batcher.close))
-    while not batcher.verifier._stopped:
-        await asyncio.sleep(0.001)
+    await until(lambda: batcher.verifier._stopped)
     return closing
 
 
@@ -459,8 +452,7 @@ async def test_failing_verification_does_not_stop_the_engine():
     async with verifying(engine) as (batcher, metrics):
         for count in (1, 2, 3):
             assert (await submit(batcher, ["text"])).hits == 1
-            while numbers(metrics)[(DROPPED,)] < count:
-                await asyncio.sleep(0.001)
+            await until(lambda least=count: numbers(metrics)[(DROPPED,)] >= least)
 
 
 async def test_verified_hits_are_not_in_the_metrics_of_requests():
@@ -482,16 +474,6 @@ async def test_verified_hits_are_not_in_the_metrics_of_requests():
 # In the real app.
 
 
-async def values_of(client):
-    return samples((await client.get("/metrics")).text)
-
-
-async def until_verified(client, count):
-    """Wait until `count` hits have been verified."""
-    while (await values_of(client))[(VERIFIED,)] < count:
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     ("path", "more"), [("/embed", {}), ("/classify", {"labels": ["yes", "no"]})], ids=["embed", "classify"]
 )
@@ -505,9 +487,7 @@ async def test_whole_answer_has_been_sent_when_verification_begins(path, more):
             return super().run(requests)
 
     async with serving(TellingEngine(stored={"a"}), verify_rate=1) as client:
-        transport = client._transport
-        assert isinstance(transport, httpx.ASGITransport)
-        app = transport.app
+        app = client._transport.app
 
         async def telling_app(scope, receive, send):
             async def telling_send(message):
@@ -517,19 +497,19 @@ async def test_whole_answer_has_been_sent_when_verification_begins(path, more):
 
             await app(scope, receive, telling_send)
 
-        transport.app = telling_app
+        client._transport.app = telling_app
         for count in range(1, 9):
             await client.post(path, json={"inputs": "a", **more})
-            await until_verified(client, count)
+            await until_metric(client, count, VERIFIED)
     assert happened == ["with reuse", "sent", "in full"] * 8
 
 
 async def test_length_group_below_the_budget_ends_without_reuse():
     body = {"inputs": ["short"] * 60 + ["longer than eight"]}
     async with serving(hitting_engine(damage=0.1), verify_rate=1) as client:
-        before = await values_of(client)
+        before = await metrics_of(client)
         hits = []
-        while (values := await values_of(client))["attncache_reuse_off", "1-8"] == 0:
+        while (values := await metrics_of(client))["attncache_reuse_off", "1-8"] == 0:
             hits.append((await client.post("/embed", json=body)).headers["X-AttnCache-Hits"])
         hits.append((await client.post("/embed", json=body)).headers["X-AttnCache-Hits"])
     assert (before["attncache_threshold", "stored", "1-8"], before[(FAILURES,)]) == (0.9, 0)
@@ -546,7 +526,7 @@ async def test_without_a_database_there_is_nothing_to_verify():
     engine.map_reuse = None
     async with serving(engine, verify_rate=1) as client:
         assert (await client.post("/embed", json={"inputs": "a"})).headers["X-AttnCache-Hits"] == "0/1"
-        names = {name for name, *_ in await values_of(client)}
+        names = {name for name, *_ in await metrics_of(client)}
     assert VERIFIED in names
     assert not names & {"attncache_threshold", "attncache_reuse_off"}
 
@@ -563,7 +543,7 @@ async def test_labels_are_never_verified():
     engine = hitting_engine()
     async with serving(engine, verify_rate=1) as client:
         await client.post("/classify", json={"inputs": "text", "labels": ["yes", "no"]})
-        await until_verified(client, 1)
+        await until_metric(client, 1, VERIFIED)
     assert engine.batches == [["yes", "no"], ["text"], ["text"]]
 
 
@@ -588,8 +568,7 @@ async def test_cosines_compare_answers_with_reuse_and_without(real_engine):
     body = {"inputs": new_texts(30)}
     async with serving(real_engine, verify_rate=1) as client:
         with_reuse = await client.post("/embed", json=body)
-        while (values := await values_of(client))[(VERIFIED,)] < 30:
-            await asyncio.sleep(0.001)
+        values = await until_metric(client, 30, VERIFIED)
         full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
         labelled = await client.post("/classify", json=body | {"labels": ["bank", "card"]})
     assert with_reuse.headers["X-AttnCache-Hits"] == "30/30"
@@ -627,8 +606,7 @@ async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothi
             answer = await client.post(path, json=texts)
             assert answer.headers["X-AttnCache-Hits"].startswith("0/"), path
         with_reuse = await client.post("/classify", json=body)
-        while not (await values_of(client))[(FAILURES,)]:
-            await asyncio.sleep(0.001)
+        await until_metric(client, 1, FAILURES)
         full = await client.post("/classify", json=body, headers={"X-AttnCache-Reuse": "off"})
     decisions = [[scores[0]["label"] for scores in answer.json()][:56] for answer in (with_reuse, full)]
     same = np.equal(*decisions).mean()
@@ -638,7 +616,6 @@ async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothi
 
 @pytest.mark.parametrize("verify_rate", [0, 1])
 async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(deciding_engine, verify_rate):
-    assert deciding_engine.map_reuse is not None
     folder = deciding_engine.map_reuse.database.folder
     next(folder.glob("decisions-*/classifier.json")).unlink()
     # The database's own classifier decides then.

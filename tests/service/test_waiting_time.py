@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import suppress
 from heapq import heappop, heappush
 
 import numpy as np
@@ -113,10 +114,8 @@ clients_texts = st.lists(
 def test_admitted_request_waits_about_as_long_as_allowed_at_most(requests, client):
     simulated = measured_queue()
     for name, lengths in requests:
-        try:
+        with suppress(QueueFull):
             simulated.add(name, *("t" * length for length in lengths))
-        except QueueFull:
-            continue
     try:
         request = simulated.add(client, "text")
     except QueueFull:
@@ -134,10 +133,8 @@ def test_admitted_request_waits_about_as_long_as_allowed_at_most(requests, clien
 def test_request_that_comes_again_after_retry_after_is_admitted(requests, client, lengths):
     simulated = measured_queue(max_seconds=1.0)
     for name, texts in requests:
-        try:
+        with suppress(QueueFull):
             simulated.add(name, *("t" * length for length in texts))
-        except QueueFull:
-            continue
     refused = simulated.flood(client, *("t" * length for length in lengths))
     assert refused.retry_after_seconds >= 1
     simulated.run(refused.retry_after_seconds)
@@ -235,12 +232,10 @@ def test_texts_whose_results_are_known_make_the_queue_faster():
         simulated.run()
     simulated.add("a", "x" * BATCH)
     added = 0
-    while True:
-        try:
+    with suppress(QueueFull):
+        while True:
             simulated.add("a", "known text")
-        except QueueFull:
-            break
-        added += 10
+            added += 10
     assert added > 2 * MAX_SECONDS * SPEED
 
 
