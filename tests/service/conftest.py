@@ -1,4 +1,5 @@
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from core_decoders import write_llama
 from server_process import starting_servers
 
 from attncache_core import BuildOptions
-from service.commands import build
+from service.commands import build, serving
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,19 @@ def folder(tmp_path_factory):
 def root(tiny_database, tmp_path):
     """A copy of the tiny database. A test may change it."""
     return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The engine that `attncache serve` loads first, in a list; the command ends then."""
+    engines = []
+
+    def load_only(settings, load, _listeners):
+        engines.append(next(load(settings, 0)))
+        sys.exit(0)
+
+    monkeypatch.setattr(serving, "serve_with_workers", load_only)
+    return engines
 
 
 @pytest.fixture(scope="module")

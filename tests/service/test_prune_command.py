@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from attncache_core import (
 )
 from attncache_core.evaluation.importance import measure_importance
 from benchmarks.measuring.worker import Worker
-from service.commands import serving
 from service.loading.engines import load_engine
 from service.settings import read_settings
 
@@ -93,19 +91,12 @@ def test_built_database_says_what_was_dropped(built):
 
 
 def test_server_runs_the_model_it_is_told_with_its_database(
-    built, tiny_checkpoint, pruned, files, monkeypatch
+    built, tiny_checkpoint, pruned, files, loaded, monkeypatch
 ):
-    engines = []
-
-    def serve(settings, load, _listeners):
-        engines.append(next(load(settings, 0)))
-        sys.exit(0)
-
-    monkeypatch.setattr(serving, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")
     options = ("--drop-attention", "1", "--database", built[0], "--min-gain", "0", "--port", "0")
     succeeded(run("serve", *model_arguments(tiny_checkpoint), *options))
-    (engine,) = engines
+    (engine,) = loaded
     assert engine.info().variant == {"dropped_attention": [1], "dropped_blocks": [2]}
     text = (files / "corpus.tsv").read_text().splitlines()[1].split("\t")[0]
     result = prefill(engine, engine.tokenize([text]))

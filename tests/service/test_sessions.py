@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from queueing import until_waiting
 from raw_http import request_and_leave
@@ -81,6 +81,15 @@ async def client():
     steps=st.lists(
         st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([None, "x", "y"]), operations), max_size=14
     )
+)
+@example(  # a request that fails prolongs the life of its session
+    steps=[
+        ("a", "x", ("transcript", ["a"])),
+        ("a", "x", ("wait", TTL / 2)),
+        ("a", "x", ("fail", FAILING)),
+        ("a", "x", ("wait", TTL / 2)),
+        ("a", "x", ("append", "b")),
+    ]
 )
 async def test_histories_are_those_of_a_dictionary(client, steps):
     known, clock = {}, use_clock(client)

@@ -1,6 +1,5 @@
 """The summary that a server logs once it is loaded."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from command_line import model_arguments, run, succeeded
 from attncache_core import AttentionDatabase, KeyValueOptions, PrefillEngine, native, require_gain
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.reuse.maps.gain import Gain, MeasuredGain
-from service.commands import serving
 from service.loading.summary import slowness, summary
 from service.settings import read_settings
 
@@ -94,14 +92,10 @@ def test_warning_that_nothing_compiled_computes_says_why_what_it_costs_and_what_
     assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / page).read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("loaded")
 def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(
     tiny_checkpoint, monkeypatch, caplog
 ):
-    def load_only(settings, load, _listeners):
-        next(load(settings, 0))
-        sys.exit(0)
-
-    monkeypatch.setattr(serving, "serve_with_workers", load_only)
     monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
     succeeded(run("serve", "--port", "0", "--no-maps", *model_arguments(tiny_checkpoint)))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -222,18 +222,20 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(caplog):
     assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
 
 
-def test_recorded_texts_are_not_verified():
+def test_hits_of_both_kinds_are_verified_and_misses_and_recorded_texts_are_not():
     class RecordingEngine(FakeEngine):
+        """Has recorded the texts with a q."""
+
         def run(self, requests):
             result = super().run(requests)
-            similarities = np.where(result.outputs[:, ord("r")] > 0, 1, result.similarities)
+            similarities = np.where(result.outputs[:, ord("q")] > 0, 1, result.similarities)
             return replace(result, compared=Compared(similarities.astype(np.float32), result.strangeness))
 
-    engine, metrics = RecordingEngine(stored=AnyText()), Metrics()
-    verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["new", "recorded", "unseen"])
+    engine = RecordingEngine(stored={"near", "equal"}, prototypes={"prototype"})
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["near", "equal", "new", "prototype"])
     verify_all(verifier)
-    assert verified_texts(engine) == ["new", "unseen"]
+    assert verified_texts(engine) == ["near", "prototype"]
 
 
 # Findings are kept with the database.
@@ -637,11 +639,3 @@ def test_nothing_is_computed_if_another_thread_has_taken_the_hits(caplog):
     verifier.verify_some()
     assert engine.batches == []
     assert caplog.records == []
-
-
-def test_only_hits_are_verified_for_both_kinds_of_records():
-    engine, metrics = FakeEngine(stored={"stored"}, prototypes={"prototype"}), Metrics()
-    verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["stored", "new", "prototype"])
-    verify_all(verifier)
-    assert verified_texts(engine) == ["stored", "prototype"]

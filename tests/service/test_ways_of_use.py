@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.storage.layout import MapForm
-from service.commands import serving
 
 WRITTEN = 'This "{}" means:'
 pytestmark = pytest.mark.usefixtures("fixed_costs", "few_steps")
@@ -180,13 +178,7 @@ def test_bad_option_for_the_use_of_the_model_is_one_line(
     assert_one_line(run(command, "--model", folder / "model", *given, *corpus), *words)
 
 
-def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
-    loaded = []
-
-    def load_only(settings, load, _listeners):
-        loaded.extend(engine.checkpoint for engine in load(settings, 0))
-        sys.exit(0)
-
-    monkeypatch.setattr(serving, "serve_with_workers", load_only)
-    assert run("serve", *options(folder), "--port", "0").exit_code == 0
-    assert (loaded[0].template, loaded[0].pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)
+def test_served_model_is_used_as_the_options_say(folder, engine, loaded):
+    succeeded(run("serve", *options(folder), "--port", "0"))
+    used = loaded[0].checkpoint
+    assert (used.template, used.pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)

@@ -87,11 +87,14 @@ async def test_connections_that_come_at_once_are_accepted_in_one_turn_and_served
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
         clients = [stack.enter_context(socket.socket()) for _ in range(5)]
         # Without a turn of the event loop, so that nobody has accepted them yet.
-        for client in clients:
+        for client in clients[:3]:
             client.connect(listening.getsockname())
         acceptor._accept()
         assert acceptor.is_opening
-        acceptor.close()  # nobody who still waits would be answered
+        assert len(acceptor._opening) == 3
+        for client in clients[3:]:
+            client.connect(listening.getsockname())
+        acceptor.close()  # accepts those that wait
         for client in clients:
             client.sendall(b"hello")
             client.settimeout(30)
