@@ -28,23 +28,22 @@ def engine(tiny_checkpoint, tiny_database):
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-async def test_each_file_is_served_with_headers_that_let_nothing_else_run(file):
-    path = "/" if file.name == "index.html" else f"/page/{file.name}"
+async def test_each_file_is_served_with_headers_that_let_nothing_else_run():
+    types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
     async with serving() as client:
-        response = await client.get(path)
-        head = await client.head(path)
+        for file in FILES:
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            response = await client.get(path)
+            assert (response.status_code, response.content) == (200, file.read_bytes()), path
+            assert (await client.head(path)).status_code == 200
+            assert "default-src 'self'" in response.headers["content-security-policy"]
+            assert "unsafe" not in response.headers["content-security-policy"]
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["cache-control"] == "no-store"
+            assert response.headers["content-type"].startswith(types[file.suffix[1:]])
         metrics = (await client.get("/metrics")).text
     # Also of "/", where POST computes.
-    assert 'attncache_requests_total{route="other",status="200"} 2.0' in metrics
-    assert (response.status_code, response.content) == (200, file.read_bytes())
-    assert head.status_code == 200
-    assert "default-src 'self'" in response.headers["content-security-policy"]
-    assert "unsafe" not in response.headers["content-security-policy"]
-    assert response.headers["x-content-type-options"] == "nosniff"
-    assert response.headers["cache-control"] == "no-store"
-    expected = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-    assert response.headers["content-type"].startswith(expected[file.suffix[1:]])
+    assert f'attncache_requests_total{{route="other",status="200"}} {2 * len(FILES)}.0' in metrics
 
 
 @pytest.mark.parametrize("page", [True, False])
@@ -129,17 +128,15 @@ async def test_route_explains_what_the_library_explains(engine):
             np.testing.assert_allclose(levels / 65535, expected_maps.ravel(), atol=1e-5)
 
 
-async def test_second_explanation_finds_the_result_of_the_first(engine):
+async def test_second_explanation_finds_the_result_of_the_first_and_a_longer_text_has_no_maps(engine):
     async with serving(engine, admin=True, result_memory_bytes=2**20) as client:
-        kept = [(await client.post("/explain", json={"input": TEXT})).json()["was_kept"] for _ in range(2)]
-    assert kept == [False, True]
-
-
-async def test_explanation_of_a_longer_text_has_no_maps(engine):
-    async with serving(engine, admin=True) as client:
-        explained = (await client.post("/explain", json={"input": "card " * 100})).json()
-    assert len(explained["tokens"]) > explained["most_tokens_with_maps"]
-    assert explained["layers"] is None
+        texts = TEXT, TEXT, "card " * 100
+        first, again, longer = [
+            (await client.post("/explain", json={"input": text})).json() for text in texts
+        ]
+    assert [explained["was_kept"] for explained in (first, again)] == [False, True]
+    assert len(longer["tokens"]) > longer["most_tokens_with_maps"]
+    assert longer["layers"] is None
 
 
 async def test_wrong_bodies_are_refused(engine):

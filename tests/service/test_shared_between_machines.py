@@ -123,18 +123,23 @@ async def test_turn_that_comes_again_behind_a_later_one_is_answered_as_before_an
         assert_is_about(await turn(first, "one", append="x"), "abcxdx")
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"", b"[", b"[[9],0,0,null,[],0.0]", b"[[1],0,0,null]", b"[1,0,0,null,[],0.0]", b"[[1],0,0,[],[],0.0]"],
-)
-async def test_history_that_cannot_be_read_is_unknown_and_a_transcript_replaces_it(valkey, header):
+async def test_history_that_cannot_be_read_is_unknown_and_a_transcript_replaces_it(valkey):
+    bad = [
+        b"",
+        b"[",
+        b"[[9],0,0,null,[],0.0]",
+        b"[[1],0,0,null]",
+        b"[1,0,0,null,[],0.0]",
+        b"[[1],0,0,[],[],0.0]",
+    ]
     async with machines(valkey.url, FakeEngine()) as (server,):
         await turn(server, transcript="a")
         (name,) = [name for name in valkey.ask("KEYS", "*") if b"session" in name]
-        valkey.ask("SET", name, header + b"\n\1\0\0\0")
-        assert (await turn(server, append="b")).status_code == 404
-        assert_is_about(await turn(server, transcript="b"), "b")
-        assert_is_about(await turn(server, append="c"), "bc")
+        for header in bad:
+            valkey.ask("SET", name, header + b"\n\1\0\0\0")
+            assert (await turn(server, append="b")).status_code == 404, header
+            assert_is_about(await turn(server, transcript="b"), "b")
+            assert_is_about(await turn(server, append="c"), "bc")
 
 
 async def test_turns_that_race_on_two_machines_are_each_answered_behind_the_other_ones(valkey):

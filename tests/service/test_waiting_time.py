@@ -11,7 +11,7 @@ import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import assert_result_of, batching, hold, submit, until_waiting
+from queueing import assert_result_of, batching, hold, until_waiting
 
 from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
@@ -237,26 +237,6 @@ def test_texts_whose_results_are_known_make_the_queue_faster():
             simulated.add("a", "known text")
             added += 10
     assert added > 2 * MAX_SECONDS * SPEED
-
-
-async def measured_batcher(batcher, engine):
-    """Let a batcher measure its speed, and keep its engine busy."""
-    await submit(batcher, ["x" * 10] * 50)
-    return await hold(engine, batcher)
-
-
-@pytest.mark.anyio
-async def test_batcher_refuses_one_client_and_serves_the_other():
-    engine = FakeEngine()
-    async with batching(engine, tokens=10, queue_seconds=0.0) as batcher:
-        busy = await measured_batcher(batcher, engine)
-        waiting = submit(batcher, ["x" * 10] * 3, flow=("greedy",))
-        with pytest.raises(QueueFull):
-            submit(batcher, ["x"], flow=("greedy",))
-        other = submit(batcher, ["one text"], flow=("modest",))
-        engine.may_run.set()
-        await asyncio.gather(busy, waiting, other)
-        await submit(batcher, ["x"], flow=("greedy",))
 
 
 @pytest.mark.anyio
