@@ -72,12 +72,9 @@ def test_sample_of_the_shipped_corpus_is_measured_by_default_and_the_former_flag
     assert flagged.read_bytes() == plain.read_bytes()
 
 
-def test_importance_of_no_texts_is_refused(tiny_checkpoint, tmp_path):
+def test_importance_of_no_texts_or_of_a_part_of_the_layers_is_refused(tiny_checkpoint, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     assert_one_line(importance(tiny_checkpoint, "--texts", tmp_path / "empty.txt"), "no texts")
-
-
-def test_importance_is_of_all_layers(tiny_checkpoint):
     assert_one_line(importance(tiny_checkpoint, "--drop-block", "1"), "--drop-block")
 
 

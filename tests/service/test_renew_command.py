@@ -25,9 +25,6 @@ def test_rollback_lets_the_generation_before_serve_again_and_needs_no_model(root
     assert printed == "generation 0 serves again, instead of generation 1\n"
     assert AttentionDatabase.open(root).info().generation == 0
     assert_one_line(run("renew", root, "--rollback"), "no generation before generation 0")
-
-
-def test_corpus_and_rollback_exclude_each_other(root):
     assert_one_line(run("renew", root, "--rollback", "--corpus", "asked.txt"), "give --corpus or --rollback")
 
 

@@ -469,6 +469,12 @@ def growing(turns):
         yield count, {"append": turn}
 
 
+def assert_is_as_computed_alone(response, engine, sequence):
+    plan = engine.tokenizer.default_prompt.sequence_plan(0)
+    alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
+    np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+
+
 def cached(response):
     known, asked = response.headers["X-AttnCache-Cached-Tokens"].split("/")
     return int(known), int(asked)
@@ -486,9 +492,7 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
             sequence = frame.around([token for ids in ids[:count] for token in ids])
             known = len(frame.before) + before if count > 1 else 0
             assert cached(response) == (known, len(sequence))
-            plan = engine.tokenizer.default_prompt.sequence_plan(0)
-            alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
-            np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+            assert_is_as_computed_alone(response, engine, sequence)
         # An edited turn falls back to what is common, also for another session.
         edited = await ask(client, "other", transcript=[*TURNS[:2], " zebra", *TURNS[3:]])
         common = sum(map(len, [frame.before, *ids[:2]]))
@@ -534,9 +538,7 @@ async def test_real_conversation_never_exceeds_the_window(folder, way):
             kept = asked - len(frame.before) - len(frame.after)
             sequence = frame.around(all_ids[len(all_ids) - kept :])
             assert known < len(sequence) <= engine.tokenizer.max_tokens
-            plan = engine.tokenizer.default_prompt.sequence_plan(0)
-            alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
-            np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+            assert_is_as_computed_alone(response, engine, sequence)
     assert (len(turns) == len(TURNS) * 3) == (way == "recompute")
 
 

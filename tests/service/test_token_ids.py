@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from core_models import SEP, write_json, write_sentence_transformer
-from fake_engine import FakeEngine, serving
+from fake_engine import serving
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from published_tokenizers import (
@@ -18,6 +18,7 @@ from published_tokenizers import (
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
+from attncache_core import normalize as unit_length
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.text.tokenizer import TextTokenizer
 from service.batching.left_cut import cut_left
@@ -38,18 +39,6 @@ def made(engine, source, prompt=None, max_total_tokens=10**6):
     return [list(ids) for part in parts for ids in part.sequences]
 
 
-async def test_token_ids_stand_in_no_template_and_get_no_special_tokens():
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        response = await client.post("/embed", json={"inputs": [97, 98]})
-        several = await client.post("/embed", json={"inputs": [[97, 98], [99]], "dimensions": 100})
-        refused = await client.post("/embed", json={"inputs": [97], "prompt_name": "ask"})
-    assert engine.batches == [["ab"], ["ab", "c"]]
-    assert np.shape(response.json()) == (1, 128)
-    assert np.shape(several.json()) == (2, 100)
-    assert refused.json()["error"]["field"] == "prompt_name"
-
-
 @pytest.mark.parametrize("direction", ["right", "left"])
 async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path, direction):
     folder = write_sentence_transformer(tmp_path / "tiny")
@@ -64,7 +53,11 @@ async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_pat
         cut = {"truncate": True, "truncation_direction": direction}
         found = (await of_ids.post("/embed", json={"inputs": ids, **cut})).json()
         expected = (await of_texts.post("/embed", json={"inputs": texts, **cut})).json()
+        single = (await of_ids.post("/embed", json={"inputs": ids[0], "dimensions": 8})).json()
+        refused = await of_ids.post("/embed", json={"inputs": ids[0], "prompt_name": "ask"})
     np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(single, unit_length(np.array(expected)[:1, :8]), atol=1e-6)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "prompt_name")
 
 
 def test_long_sequences_are_cut_at_a_side_or_refused(engine):
