@@ -53,6 +53,15 @@ async def hold(engine, batcher):
     return busy
 
 
+@asynccontextmanager
+async def held(engine, batcher):
+    """Keep the engine busy while the block runs, so that all requests that it submits have to wait."""
+    busy = await hold(engine, batcher)
+    yield
+    engine.may_run.set()
+    await busy
+
+
 async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
     while batcher.waiting_sequences < count:

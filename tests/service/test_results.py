@@ -11,7 +11,7 @@ import queueing
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import LABELLED, CountingEngine, LabelledEngine, assert_result_of, hold
+from queueing import LABELLED, CountingEngine, LabelledEngine, assert_result_of, held
 from running import until
 
 from attncache_core import NotFinite, Outcome, PrefillEngine, PrefillResult
@@ -54,18 +54,17 @@ async def test_request_that_was_answered_twice_is_answered_while_every_thread_is
     async with batching(engine, queue=2) as batcher:
         first = await submit(batcher, "a", "bb")
         await submit(batcher, "a", "bb")  # from now on, its result is kept by its digest
-        busy = await hold(engine, batcher)
-        waiting = submit(batcher, "new", "newer")
-        timing = Timing()
-        again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=10)
-        assert_result_of(["a", "bb"], again)
-        tokens = first.all_asked_tokens
-        assert (again.repeated, again.all_asked_tokens, timing.tokens) == (2, tokens, tokens)
-        assert not np.shares_memory(again.outputs, first.outputs)
-        with pytest.raises(QueueFull):  # other salts share nothing
-            submit(batcher, "a", "bb", salt=b"x")
-        engine.may_run.set()
-        await asyncio.gather(busy, waiting)
+        async with held(engine, batcher):
+            waiting = submit(batcher, "new", "newer")
+            timing = Timing()
+            again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=10)
+            assert_result_of(["a", "bb"], again)
+            tokens = first.all_asked_tokens
+            assert (again.repeated, again.all_asked_tokens, timing.tokens) == (2, tokens, tokens)
+            assert not np.shares_memory(again.outputs, first.outputs)
+            with pytest.raises(QueueFull):  # other salts share nothing
+                submit(batcher, "a", "bb", salt=b"x")
+        await waiting
     assert "a" not in [text for batch in engine.batches[1:] for text in batch]
 
 
@@ -102,15 +101,13 @@ def test_digests_of_requests_differ_with_all_that_decides_a_result():
 async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        busy = await hold(engine, batcher)
-        gone = submit(batcher, "same")
-        others = [submit(batcher, "same") for _ in range(3)]
-        # The queue tokenises when it forms a batch, so the first of them is the one that computes.
-        gone.cancel()
-        engine.may_run.set()
+        async with held(engine, batcher):
+            gone = submit(batcher, "same")
+            others = [submit(batcher, "same") for _ in range(3)]
+            # The queue tokenises when it forms a batch, so the first of them is the one that computes.
+            gone.cancel()
         for result in await asyncio.gather(*others):
             assert_result_of(["same"], result)
-        await busy
     assert sum(batch.count("same") for batch in engine.batches) == 1
 
 
@@ -158,13 +155,11 @@ async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_b
 async def test_failure_reaches_all_that_wait_and_is_not_kept(failing, error):
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        busy = await hold(engine, batcher)
-        pending = [submit(batcher, "fine", failing) for _ in range(3)]
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, "fine", failing) for _ in range(3)]
         for result in pending:
             with pytest.raises(error):
                 await result
-        await busy
         assert_result_of(["fine"], await submit(batcher, "fine"))
         with pytest.raises(error):
             await submit(batcher, failing)
@@ -428,12 +423,10 @@ async def test_event_loop_does_not_read_the_tokens_of_labels():
 async def test_hits_that_were_asked_for_together_are_computed_for_each_request():
     engine = FakeEngine(stored={"hits"}, damage=0.1)
     async with batching(engine) as batcher:
-        busy = await hold(engine, batcher)
-        pending = [submit(batcher, "hits", str(number)) for number in range(3)]
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, "hits", str(number)) for number in range(3)]
         for result in await asyncio.gather(*pending):
             assert (result.hits, result.repeated) == (1, 0)
-        await busy
     # The others are not computed one after the other, in the hope for an exact result.
     assert engine.batches[1:] == [["hits", "0", "1", "2"], ["hits", "hits"]]
 
@@ -441,12 +434,10 @@ async def test_hits_that_were_asked_for_together_are_computed_for_each_request()
 async def test_sequence_that_is_computed_behind_others_of_its_request_keeps_its_place():
     engine = FakeEngine(stored={"hits"}, damage=0.1)
     async with batching(engine, tokens=8) as batcher:
-        busy = await hold(engine, batcher)
-        # The second request waits for the hit of the first one, which is approximate, and computes its own.
-        first, second = submit(batcher, "hits", "zz"), submit(batcher, "hits", "full")
-        engine.may_run.set()
-        result = await second
-        await asyncio.gather(first, busy)
+        async with held(engine, batcher):
+            # The second request waits for the hit of the first, which is approximate, and computes its own.
+            first, second = submit(batcher, "hits", "zz"), submit(batcher, "hits", "full")
+        _, result = await asyncio.gather(first, second)
     assert engine.batches[1:] == [["hits", "zz"], ["full", "hits"]]
     assert result.outcomes == (Outcome.HIT, Outcome.MISS)
     np.testing.assert_array_equal(result.outputs[1], embedding_of([ord(letter) for letter in "full"]))
@@ -463,13 +454,11 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
     monkeypatch.setattr(PrefillResult, "rows", failing)
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        busy = await hold(engine, batcher)
         texts = [("first", "same"), ("too much",), ("same",), ("last",)]
-        pending = [submit(batcher, *text) for text in texts]
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, *text) for text in texts]
         async with asyncio.timeout(10):
             first, failed, waiting, last = await asyncio.gather(*pending, return_exceptions=True)
-        await busy
     assert isinstance(failed, InternalError)
     for result, text in ((first, texts[0]), (waiting, texts[2]), (last, texts[3])):
         assert_result_of(list(text), result)
@@ -493,13 +482,12 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     engine = CountingEngine()
     async with batching(engine, tokens=10**5, queue=10**6) as batcher:
         await submit(batcher, "known")
-        busy = await hold(engine, batcher)
-        before = engine.tokenized
-        other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
-        known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
-        other = other or [submit(batcher, "other", flow=("other",))]
-        engine.may_run.set()
-        await asyncio.gather(busy, *other, *known)
+        async with held(engine, batcher):
+            before = engine.tokenized
+            other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
+            known = [submit(batcher, "known", flow=("known",)) for _ in range(2 * _MAX_LOOKUPS)]
+            other = other or [submit(batcher, "other", flow=("other",))]
+        await asyncio.gather(*other, *known)
     assert sum(batch.count("known") for batch in engine.batches) == 1
     assert engine.tokenized_before["other"] - before <= _MAX_LOOKUPS + 2
 
@@ -508,11 +496,10 @@ async def test_known_texts_end_the_turn_of_their_client():
     engine = CountingEngine()
     async with batching(engine, tokens=100, queue=10**6) as batcher:
         await submit(batcher, "known")
-        busy = await hold(engine, batcher)
-        # The clients have the same number of requests, and those of the second one fill a batch each.
-        known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
-        other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
-        before = engine.tokenized
-        engine.may_run.set()
-        await asyncio.gather(busy, *other, *known)
+        async with held(engine, batcher):
+            # The clients have the same number of requests, and those of the second one fill a batch each.
+            known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
+            other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
+            before = engine.tokenized
+        await asyncio.gather(*other, *known)
     assert engine.tokenized_before[f"{0:060}"] - before < 200

@@ -18,7 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import hold, queued, submit
 from running import metrics_of, samples, until, until_metric
-from verifying import FAILURES, VERIFIED, AnyText, requests_of, serve, verifier_of, verify_all
+from verifying import (
+    FAILURES,
+    VERIFIED,
+    AnyText,
+    requests_of,
+    serve,
+    serve_and_verify,
+    verifier_of,
+    verify_all,
+)
 
 from attncache_core import AttentionDatabase, CorruptDatabase, LinearClassifier, PrefillEngine
 from attncache_core.engine.result import Compared
@@ -67,8 +76,7 @@ def test_given_random_generator_chooses_the_hits(seed, rate, count):
     engine, metrics = hitting_engine(), Metrics()
     verifier = verifier_of(engine, metrics, rate, random.Random(seed))
     texts = [f"text {number}" for number in range(count)]
-    serve(engine, verifier, texts)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, texts)
     oracle = random.Random(seed)
     assert verified_texts(engine) == [text for text in texts if oracle.random() < rate]
 
@@ -112,8 +120,7 @@ def test_hits_inside_the_budget_tighten_nothing():
     engine, metrics = hitting_engine(damage=0.014), Metrics()
     verifier = verifier_of(engine, metrics)
     for _ in range(10):
-        serve(engine, verifier, ["short"] * 50)
-        verify_all(verifier)
+        serve_and_verify(engine, verifier, ["short"] * 50)
     assert engine.map_reuse.policy == policy_of()
     assert numbers(metrics)[(FAILURES,)] == 0
 
@@ -121,11 +128,9 @@ def test_hits_inside_the_budget_tighten_nothing():
 def test_group_below_the_budget_is_tightened_counted_and_logged(caplog):
     engine, metrics = hitting_engine(damage=0.016), Metrics()
     verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["short"] * 49 + ["longer than eight"] * 49)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["short"] * 49 + ["longer than eight"] * 49)
     assert numbers(metrics)[(FAILURES,)] == 0
-    serve(engine, verifier, ["short"])
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["short"])
     assert engine.map_reuse.policy == policy_of().tightened(0)
     assert numbers(metrics)[(FAILURES,)] == 1
     (record,) = caplog.records
@@ -139,8 +144,7 @@ def test_group_below_the_budget_is_tightened_counted_and_logged(caplog):
 def test_tightening_drops_pending_hits_of_its_group_only():
     engine, metrics = hitting_engine(damage=0.1), Metrics()
     verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["short"] * 60 + ["longer than eight"] * 10)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["short"] * 60 + ["longer than eight"] * 10)
     # Hits are verified in batches of eight, so the seventh batch holds the fiftieth hit.
     assert verified_texts(engine) == ["short"] * 56 + ["longer than eight"] * 10
     assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (66, 4)
@@ -155,8 +159,7 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines():
     verifier.offer(kept, hitting_engine().run(kept), verifier.policy)
     verify_all(verifier)
     assert engine.map_reuse.policy == policy
-    serve(engine, verifier, ["loses"])
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["loses"])
     assert engine.map_reuse.policy == policy.tightened(0)
     assert numbers(metrics)[("attncache_verify_cosine_sum",)] == pytest.approx(50.5)
 
@@ -180,8 +183,7 @@ def test_many_good_usual_hits_hide_no_bad_unusual_ones(caplog):
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
     # The mean of all hits would be 0.989 and would keep the budget.
-    serve(engine, verifier, ["good"] * 180 + ["odd, bad"] * 20)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["good"] * 180 + ["odd, bad"] * 20)
     assert engine.map_reuse.policy == LIMITED.tightened(None)
     assert numbers(metrics)[(FAILURES,)] == 1
     (record,) = caplog.records
@@ -194,8 +196,7 @@ def test_many_good_usual_hits_hide_no_bad_unusual_ones(caplog):
 def test_bad_usual_hits_tighten_their_group_and_not_the_limit():
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["good"] * 90 + ["bad"] * 4 + ["odd"] * 90)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["good"] * 90 + ["bad"] * 4 + ["odd"] * 90)
     # The mean of the usual hits, 0.995, keeps the budget.
     assert engine.map_reuse.policy == LIMITED.tightened(0)
 
@@ -204,8 +205,7 @@ def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only():
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
     texts = ["odd, bad"] * 10 + ["good"] * 3 + ["odd but good"] * 3
-    serve(engine, verifier, texts)
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, texts)
     assert verified_texts(engine) == [*texts[:8], *texts[10:13]]
     assert numbers(metrics)[(DROPPED,)] == 5
 
@@ -215,8 +215,7 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(caplog):
     engine.strangeness = lambda _: 0.0201
     verifier = verifier_of(engine, metrics)
     for _ in range(20):
-        serve(engine, verifier, ["bad"] * 8)
-        verify_all(verifier)
+        serve_and_verify(engine, verifier, ["bad"] * 8)
     assert engine.map_reuse.policy.limit.is_off
     assert [group.is_off for group in engine.map_reuse.policy.groups] == [False, False]
     assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
@@ -233,8 +232,7 @@ def test_hits_of_both_kinds_are_verified_and_misses_and_recorded_texts_are_not()
 
     engine = RecordingEngine(stored={"near", "equal"}, prototypes={"prototype"})
     verifier = verifier_of(engine, Metrics())
-    serve(engine, verifier, ["near", "equal", "new", "prototype"])
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["near", "equal", "new", "prototype"])
     assert verified_texts(engine) == ["near", "prototype"]
 
 
@@ -256,8 +254,7 @@ def test_hits_before_and_after_a_restart_count_together(tmp_path, counts):
     for count, failures in zip(counts, (0, 1), strict=True):
         engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
         verifier = verifier_of(engine, metrics)
-        serve(engine, verifier, ["short"] * count)
-        verify_all(verifier)
+        serve_and_verify(engine, verifier, ["short"] * count)
         verifier.close()
         assert numbers(metrics)[(FAILURES,)] == failures
     assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0)
@@ -268,8 +265,7 @@ def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path):
     verifier = verifier_of(engine, Metrics())
     kept = []
     for _ in range(5):
-        serve(engine, verifier, ["short"] * 8)
-        verify_all(verifier)
+        serve_and_verify(engine, verifier, ["short"] * 8)
         kept.append(len(kept_hits(tmp_path)))
     assert kept == [0, 16, 16, 32, 32]
     verifier.close()
@@ -295,14 +291,12 @@ def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_pat
     engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
     verifier = verifier_of(engine, metrics)
     with locked(tmp_path / "tightened.json", on_wait=pytest.fail):
-        serve(engine, verifier, ["short"] * 56)
-        verify_all(verifier)
+        serve_and_verify(engine, verifier, ["short"] * 56)
         assert engine.map_reuse.policy == policy_of().tightened(0)
         assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(FAILURES,)]) == (56, 1)
     assert ServedPolicy(tmp_path, policy_of()).policy == policy_of()
     # The next hits are kept together with the tightening, however few the hits are.
-    serve(engine, verifier, ["short"])
-    verify_all(verifier)
+    serve_and_verify(engine, verifier, ["short"])
     assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0)
     assert len(kept_hits(tmp_path)) == 1
 

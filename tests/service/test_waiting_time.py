@@ -11,7 +11,7 @@ import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import assert_result_of, batching, hold, until_waiting
+from queueing import assert_result_of, batching, held, submit, until_waiting
 
 from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
@@ -291,12 +291,9 @@ async def test_texts_that_share_much_are_not_divided_among_batches(monkeypatch, 
     requests = [[letter * shared + end for end in "12345678"] for letter in "abcd"]
     tokens = shared + 8
     async with batching(engine, tokens=tokens * 3 // 2) as batcher:
-        busy = await hold(engine, batcher)
-        pending = [
-            batcher.submit(Texts(texts, truncate=True), reuse=False, flow=(texts[0],)) for texts in requests
-        ]
-        engine.may_run.set()
-        for texts, result in zip([["busy"], *requests], await asyncio.gather(busy, *pending), strict=True):
+        async with held(engine, batcher):
+            pending = [submit(batcher, texts, reuse=False, flow=(texts[0],)) for texts in requests]
+        for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
             assert_result_of(texts, result)
     assert (sorted(engine.batches) != sorted([["busy"], *requests])) == is_divided
 
@@ -310,17 +307,15 @@ async def test_known_texts_are_charged_as_guessed_before_the_guess_for_the_other
     texts = ["x" * 50 + chr(ord("a") + index) for index in range(20)]
     async with batching(engine, result_bytes=2**20) as batcher:
         order = batcher._queue._order
-        busy = await hold(engine, batcher)
-        charge = order.charge
-        monkeypatch.setattr(
-            order, "charge", lambda cost, left=0: (charged.append(cost), charge(cost, left=left))
-        )
-        pending = [
-            batcher.submit(Texts(part, truncate=True), reuse=True, flow=(name,))
-            for name, part in (("first", texts[:2]), ("all", texts))
-        ]
-        engine.may_run.set()
-        await asyncio.gather(busy, *pending)
+        async with held(engine, batcher):
+            charge = order.charge
+            monkeypatch.setattr(
+                order, "charge", lambda cost, left=0: (charged.append(cost), charge(cost, left=left))
+            )
+            pending = [
+                submit(batcher, part, flow=(name,)) for name, part in (("first", texts[:2]), ("all", texts))
+            ]
+        await asyncio.gather(*pending)
     assert max(charged) <= 2 * 51  # two texts
 
 

@@ -33,3 +33,8 @@ def serve(engine, verifier, texts, reuse=True):
 def verify_all(verifier):
     while verifier.has_work:
         verifier.verify_some()
+
+
+def serve_and_verify(engine, verifier, texts):
+    serve(engine, verifier, texts)
+    verify_all(verifier)
