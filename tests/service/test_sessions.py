@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import until_waiting
 from raw_http import request_and_leave
@@ -81,15 +81,6 @@ async def client():
     steps=st.lists(
         st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([None, "x", "y"]), operations), max_size=14
     )
-)
-@example(  # a request that fails prolongs the life of its session
-    steps=[
-        ("a", "x", ("transcript", ["a"])),
-        ("a", "x", ("wait", TTL / 2)),
-        ("a", "x", ("fail", FAILING)),
-        ("a", "x", ("wait", TTL / 2)),
-        ("a", "x", ("append", "b")),
-    ]
 )
 async def test_histories_are_those_of_a_dictionary(client, steps):
     known, clock = {}, use_clock(client)
@@ -435,6 +426,17 @@ async def test_memory_is_bounded_and_freed():
     clock.seconds = 3 * TTL
     assert (await sessions.count(), sessions.distinct) == (0, 0)
     assert sessions._histories._bytes == 0
+
+
+async def test_access_prolongs_the_life_of_a_session():
+    clock = Clock()
+    sessions = sessions_with(clock)
+    await keep(sessions, "a")
+    for _ in range(3):
+        clock.seconds += TTL - 1
+        assert await sessions.history(key("a")) is not None
+    clock.seconds += TTL
+    assert await sessions.history(key("a")) is None
 
 
 async def test_waiting_requests_are_bounded():
