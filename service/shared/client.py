@@ -308,17 +308,20 @@ def _close_late(made: Future[socket.socket]) -> None:
         made.result().close()
 
 
-def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
-    """Warn if the shared store cannot be used at the start, or does not bound its memory.
+def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool) -> None:
+    """Warn if the shared store cannot be used at the start, or is not set up for what it will have.
 
-    Raises InvalidSettings if it refuses the user or the password, if it has no database of the number in the
-    address, or if its certificate is not accepted.
+    has_blocks: of keys and values, which need bounded memory. has_histories: of sessions, which must not be
+    read as they were before. Raises InvalidSettings if it refuses the user or the password, if it has no
+    database of the number in the address, or if its certificate is not accepted.
     """
     kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
     limits: dict[str, Any] = {"socket_timeout": _START_SECONDS, "socket_connect_timeout": _START_SECONDS}
     pool = valkey.ConnectionPool(connection_class=kind, **limits, **_options(address))
+    server = valkey.Valkey(connection_pool=pool)
     try:
-        memory: Any = valkey.Valkey(connection_pool=pool).info("memory")
+        memory: Any = server.info("memory")
+        may_go_back = has_histories and _may_go_back(server)
     except _FAILURES as error:
         is_refused = isinstance(error, exceptions.AuthenticationError) or _lacks_database(error)
         if is_refused or _has_bad_certificate(error):
@@ -330,7 +333,14 @@ def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
     finally:
         pool.disconnect()
     policy = str(memory.get("maxmemory_policy", ""))
-    if is_used_for_kv and (not memory.get("maxmemory") or policy != "allkeys-lru"):
+    if may_go_back:
+        logger.warning(
+            "the shared store %s saves its data now and then, so after a crash it has older histories of "
+            "sessions, and an append is answered about one of them; start the store with --save '', or with "
+            "--appendonly yes --appendfsync always",
+            address,
+        )
+    if has_blocks and (not memory.get("maxmemory") or policy != "allkeys-lru"):
         logger.warning(
             "the shared store %s has maxmemory %s and maxmemory-policy %s, so it grows until it fails or "
             "refuses writes; set a maxmemory, and allkeys-lru",
@@ -338,6 +348,18 @@ def check_store(address: SharedAddress, is_used_for_kv: bool) -> None:
             memory.get("maxmemory", "unknown"),
             policy or "unknown",
         )
+
+
+def _may_go_back(server: valkey.Valkey) -> bool:
+    """Return whether a store has older values after a crash; False if its user may not ask for that."""
+    try:
+        config_get: Any = server.config_get
+        saving = config_get("save", "appendonly", "appendfsync")
+    except exceptions.ResponseError:
+        return False
+    if saving["appendonly"] == "yes":
+        return bool(saving["appendfsync"] != "always")
+    return bool(saving["save"])
 
 
 def _options(address: SharedAddress) -> dict[str, Any]:

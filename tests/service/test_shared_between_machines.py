@@ -309,7 +309,7 @@ async def test_conversations_under_load_are_whole_through_outages(tmp_path, keep
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
     seen, chance, over = Counter(), random.Random(1), asyncio.Event()
-    with running_valkey(tmp_path, "--appendonly", keeps) as valkey:
+    with running_valkey(tmp_path, "--appendonly", keeps, "--appendfsync", "always") as valkey:
         async with (
             machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
             asyncio.TaskGroup() as group,
@@ -617,6 +617,25 @@ async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, 
                     assert SECRET not in (await server.get(path)).text
             assert SECRET not in repr(settings)
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saving", "is_told"),
+    [
+        (["--save", ""], False),
+        (["--save", "3600", "1"], True),
+        (["--appendonly", "yes"], True),
+        (["--appendonly", "yes", "--appendfsync", "always"], False),
+    ],
+)
+async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash(
+    tmp_path, caplog, saving, is_told
+):
+    with running_valkey(tmp_path, *saving) as valkey:
+        _check_shared(Settings(shared=valkey.url, shared_uses="kv,quotas"))
+        assert "older histories" not in caplog.text
+        _check_shared(Settings(shared=valkey.url))
+    assert ("older histories" in caplog.text) == is_told
 
 
 async def test_user_with_the_commands_of_the_documentation_may_do_everything(
