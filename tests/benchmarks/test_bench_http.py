@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
-from forked import fresh
+from command_line import assert_one_line, run, succeeded
 from raw_http import served
 
-from attncache_core import AttnCacheError, InvalidInput
 from benchmarks.__main__ import main
 from benchmarks.measuring.http import (
     Answer,
@@ -50,19 +45,13 @@ class FakeServer(ThreadingHTTPServer):
 
     def __init__(self, apis: dict[str, str]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.apis = apis
         self.pause: Callable[[], object] = lambda: None  # before each answer
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
-        self.busy = 0
-        self.most_busy = 0
-        self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def texts(self) -> list[str]:
-        return [text for _, body, _ in self.requests for text in body.get("input", body.get("inputs"))]
+    def batches(self) -> list[list[str]]:
+        return [body.get("input", body.get("inputs")) for _, body, _ in self.requests]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -72,16 +61,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append((self.path, body, dict(self.headers)))
-            self.server.busy += 1
-            self.server.most_busy = max(self.server.busy, self.server.most_busy)
+        self.server.requests.append((self.path, body, dict(self.headers)))
         self.server.pause()
-        with self.server.lock:
-            self.server.busy -= 1
-        self.answer(self.server.apis.get(self.path), body)
-
-    def answer(self, api: str | None, body: dict[str, Any]) -> None:
+        api = self.server.apis.get(self.path)
         texts = body.get("input" if api == "openai" else "inputs")
         if api is None:
             self.reply(404, {})
@@ -118,64 +100,33 @@ def fake_server(apis: dict[str, str] | None = None) -> Iterator[FakeServer]:
             server.shutdown()
 
 
-def found(url: str, api: Any = None, **options: Any) -> Endpoint:
-    return asyncio.run(find_endpoint(url, api, **options))
+def found(url: str, api: Any = None) -> Endpoint:
+    return asyncio.run(find_endpoint(url, api))
 
 
 def measured(
-    server: FakeServer,
-    texts: list[str],
-    load: Load,
-    pause: Callable[[], object] = lambda: None,
-    **options: Any,
+    server: FakeServer, texts: list[str], load: Load, pause: Callable[[], object] = lambda: None, warmup=0
 ) -> Measurement:
     endpoint = found(server.url)
     server.requests.clear()
     server.pause = pause
     rows: list[Measurement] = []
-    asyncio.run(measure(endpoint, texts, load, on_measured=rows.append, **options))
+    asyncio.run(measure(endpoint, texts, load, warmup=warmup, on_measured=rows.append))
     (row,) = rows
     return row
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-# The endpoint
-
-
-@pytest.mark.parametrize(
-    ("path", "api"), [("/v1/embeddings", "openai"), ("/embeddings", "openai"), ("/embed", "tei")]
-)
-def test_endpoint_is_found_from_the_base_url_and_from_its_own(path: str, api: str) -> None:
-    with fake_server({path: api}) as server:
-        for url in (server.url, f"{server.url}/", f"{server.url}{path}"):
-            endpoint = found(url)
-            assert (str(endpoint.url), endpoint.api) == (f"{server.url}{path}", api)
-
-
-def test_base_url_may_end_with_a_path_and_an_endpoint_may_have_any() -> None:
-    with fake_server({"/v1/embeddings": "openai", "/models/mine": "tei"}) as server:
+def test_endpoint_is_found_from_the_base_url_and_from_its_own() -> None:
+    apis = {"/v1/embeddings": "openai", "/embeddings": "openai", "/embed": "tei", "/models/mine": "tei"}
+    for path, api in apis.items():
+        with fake_server({path: api}) as server:
+            for url in (server.url, f"{server.url}/", f"{server.url}{path}"):
+                if path != "/models/mine" or url.endswith("mine"):
+                    endpoint = found(url)
+                    assert (str(endpoint.url), endpoint.api) == (f"{server.url}{path}", api)
+    with fake_server(apis) as server:
         assert str(found(f"{server.url}/v1").url) == f"{server.url}/v1/embeddings"
-        assert str(found(f"{server.url}/models/mine").url) == f"{server.url}/models/mine"
-
-
-def test_chosen_api_is_used_if_the_server_has_both() -> None:
-    with fake_server({"/v1/embeddings": "openai", "/embed": "tei"}) as server:
         assert [found(server.url, api).api for api in (None, "openai", "tei")] == ["openai", "openai", "tei"]
-        assert {path for path, body, _ in server.requests if "inputs" in body} == {"/embed"}
-
-
-def test_model_and_headers_are_sent() -> None:
-    with fake_server({"/embeddings": "openai"}) as server:
-        found(server.url, model="mini", headers={"Authorization": "Bearer secret"})
-        _, body, headers = server.requests[-1]
-        assert body == {"input": ["text"], "model": "mini"}
-        assert headers["Authorization"] == "Bearer secret"
 
 
 def test_server_without_an_api_is_refused_with_its_answers() -> None:
@@ -185,57 +136,40 @@ def test_server_without_an_api_is_refused_with_its_answers() -> None:
     assert f"{server.url}/embed (tei) 200 without an embedding" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8080", "127.0.0.1", "", "ftp://host", "http://", "http://host:99999"]
-)
-def test_text_that_is_not_a_url_is_refused(url: str) -> None:
-    with pytest.raises(InvalidInput, match="--url"):
-        found(url)
-
-
-def test_impossible_host_is_refused() -> None:
-    with pytest.raises(AttnCacheError):
-        found("http://a..b:80")
-
-
-# The load
-
-
-def test_texts_are_sent_in_order_repeatedly_and_all_are_counted() -> None:
+def test_texts_are_sent_in_order_repeatedly_and_all_but_the_warmup_are_counted() -> None:
     with fake_server() as server:
-        row = measured(server, TEXTS, Load(clients=1, batch=2, texts=7))
-        assert [body["inputs"] for _, body, _ in server.requests] == [
-            ["one", "two"],
-            ["three", "four"],
-            ["five", "one"],
-            ["two"],
-        ]
+        row = measured(server, TEXTS, Load(clients=1, batch=2, texts=7), warmup=1)
+        counted = [["one", "two"], ["three", "four"], ["five", "one"], ["two"]]
+        assert server.batches() == [["one"], *counted]
     assert (row.clients, row.batch, row.texts, row.errors) == (1, 2, 7, {})
     assert row.texts_per_second > 0
 
 
-def test_texts_drawn_by_zipfs_law_are_the_same_in_each_run() -> None:
+def test_texts_are_drawn_by_zipfs_law() -> None:
     texts = [f"text {number}" for number in range(50)]
-    runs = []
-    for _ in range(2):
-        with fake_server() as server:
-            measured(server, texts, Load(clients=1, batch=10, texts=2000, zipf=1.0))
-            runs.append([text for _, body, _ in server.requests for text in body["inputs"]])
-    assert runs[0] == runs[1]
-    counts = Counter(runs[0])
+    with fake_server() as server:
+        measured(server, texts, Load(clients=1, batch=10, texts=2000, zipf=1.0))
+        counts = Counter(text for batch in server.batches() for text in batch)
     # The harmonic number of 50 is 4.5.
     assert counts["text 0"] / 2000 == pytest.approx(1 / 4.5, rel=0.2)
     assert counts["text 9"] / counts["text 0"] == pytest.approx(0.1, rel=0.6)
 
 
-@pytest.mark.parametrize("clients", [1, 4])
-def test_each_client_has_one_request_under_way(clients: int) -> None:
+def test_each_client_has_one_request_under_way() -> None:
+    busy: list[int] = []
+    counts = []
+    together = threading.Barrier(4, timeout=30)
+
+    def answer_when_four_wait() -> None:
+        busy.append(1)
+        counts.append(len(busy))
+        together.wait()
+        busy.pop()
+
     with fake_server() as server:
-        # The server answers only when this many requests are waiting.
-        together = threading.Barrier(clients, timeout=30)
-        row = measured(server, TEXTS, Load(clients, batch=1, texts=20), pause=together.wait)
-        assert server.most_busy == clients
-        assert Counter(server.texts()) == dict.fromkeys(TEXTS, 4)
+        row = measured(server, TEXTS, Load(4, batch=1, texts=20), pause=answer_when_four_wait)
+        assert max(counts) == 4
+        assert Counter(text for (text,) in server.batches()) == dict.fromkeys(TEXTS, 4)
     assert row.texts == 20
 
 
@@ -247,26 +181,11 @@ def test_latency_is_the_time_that_the_client_waits() -> None:
     assert row.texts_per_second <= 1 / 0.02
 
 
-def test_warmup_is_sent_and_not_counted() -> None:
-    with fake_server() as server:
-        steps: list[tuple[str, int, int]] = []
-        row = measured(
-            server, TEXTS, Load(2, 1, texts=3), warmup=4, progress=lambda *step: steps.append(step)
-        )
-        assert len(server.texts()) == 7
-    assert row.texts == 3
-    assert steps == [("2 clients, batch 1", done, 3) for done in (1, 2, 3)]
-
-
 def test_failures_are_counted_by_kind_and_not_as_speed() -> None:
     with fake_server() as server:
         row = measured(server, ["good", REFUSED, CUT, CUT], Load(1, 1, texts=8))
-    assert row.texts == 2
-    assert row.errors == {"503": 2, "connection": 4}
-
-
-def test_server_that_refuses_everything_has_no_percentiles() -> None:
-    with fake_server() as server:
+        assert row.texts == 2
+        assert row.errors == {"503": 2, "connection": 4}
         row = measured(server, [REFUSED], Load(2, 2, texts=8))
     assert (row.texts_per_second, row.p50_ms, row.p95_ms, row.p99_ms) == (0, None, None, None)
     assert row.errors == {"503": 4}
@@ -278,49 +197,30 @@ def test_percentiles_are_of_answers_with_200_and_speed_is_texts_over_time() -> N
     row = summarize(Load(8, 4, 1004), answers, elapsed_seconds=2.0)
     # The values are 1 ms to 201 ms, so percentile p is the value of rank p/100 * 200 + 1.
     np.testing.assert_allclose([row.p50_ms, row.p95_ms, row.p99_ms], [101, 191, 199])
-    np.testing.assert_allclose(
-        [row.p50_ms, row.p95_ms, row.p99_ms], np.percentile(seconds * 1e3, [50, 95, 99])
-    )
     assert (row.texts, row.texts_per_second, row.errors) == (804, 402.0, {"503": 50})
 
 
-# The command
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["http", *arguments], terminal_width=200)
-
-
 @pytest.fixture
-def texts_file(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.txt"
-    path.write_text("\n".join(["one", "", "two", "   ", "three", ""]), encoding="utf-8")
-    return path
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A file of texts, and a file for the report."""
+    (tmp_path / "texts.txt").write_text("\n".join(["one", "", "two", "   ", "three", ""]), encoding="utf-8")
+    return tmp_path / "texts.txt", tmp_path / "report.json"
 
 
-def one_line(result: Result) -> str:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("attncache: ")
-    return line
+def http(url: str, files: tuple[Path, Path], *options: object) -> Any:
+    texts, report = files
+    return run("http", "--url", url, "--texts", texts, "--json", report, *options, program=main)
 
 
-def test_command_gives_a_row_for_each_combination_and_keeps_them(texts_file: Path, tmp_path: Path) -> None:
-    report_file = tmp_path / "report.json"
-    loads = ["--clients", "1", "--clients", "2", "--batch", "1", "--batch", "3"]
+def test_command_gives_a_row_for_each_combination_and_keeps_them(files) -> None:
+    loads = ("--clients", 1, "--clients", 2, "--batch", 1, "--batch", 3, "--total", 6, "--warmup", 0)
     with fake_server({"/embeddings": "openai"}) as server:
-        arguments = ["--url", server.url, "--texts", str(texts_file), "--total", "6", "--warmup", "0", *loads]
-        result = run(*arguments, "--header", "X-Key: a: b", "--model", "mini", "--json", str(report_file))
-        assert set(server.texts()) == {"text", "one", "two", "three"}
+        shown = succeeded(http(server.url, files, *loads, "--header", "X-Key: a: b", "--model", "mini"))
+        assert {text for batch in server.batches() for text in batch} == {"text", "one", "two", "three"}
         _, body, headers = server.requests[-1]
         assert (body["model"], headers["X-Key"]) == ("mini", "a: b")
-    assert result.exit_code == 0
-    for shown in (f"{server.url}/embeddings (openai)", "texts/s", "p50 ms", "p95 ms", "p99 ms", "processor"):
-        assert shown in result.stdout
-    assert result.stdout.count("none") == 4
-    assert "2 clients, batch 3: 6/6" in result.stderr
-    report = json.loads(report_file.read_text(encoding="utf-8"))
+    assert shown.count("none") == 4
+    report = json.loads(files[1].read_text(encoding="utf-8"))
     assert (report["url"], report["api"]) == (f"{server.url}/embeddings", "openai")
     assert report["interrupted"] is False
     assert report["machine"]["python"]
@@ -328,73 +228,33 @@ def test_command_gives_a_row_for_each_combination_and_keeps_them(texts_file: Pat
     assert all(row["texts"] == 6 and row["errors"] == {} for row in report["rows"])
 
 
-def test_command_shows_failures_and_ends_with_0(tmp_path: Path) -> None:
-    texts_file = tmp_path / "texts.txt"
-    texts_file.write_text(REFUSED, encoding="utf-8")
+def test_header_that_is_refused_is_not_repeated_nor_is_a_server_that_is_not_there_measured(files) -> None:
+    for header in ("secret", ": secret", "X Y: secret", "X: secret\nY: secret"):
+        refused = http("http://127.0.0.1:1", files, "--header", header)
+        assert_one_line(refused, "NAME: VALUE")
+        assert "secret" not in refused.stderr
+    assert_one_line(http("http://127.0.0.1:1", files), "no answer from http://127.0.0.1:1")
+    assert_one_line(http("localhost:8080", files), "--url")
+
+
+def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(files) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with fake_server() as server:
-        result = run("--url", server.url, "--texts", str(texts_file), "--total", "3")
-    assert result.exit_code == 0
-    assert "503: 3" in result.stdout
-    assert re.search(r"0\.0 +│ +- +│ +- +│ +- +│", result.stdout)
 
+        def interrupt() -> None:
+            if len(server.requests) == 1 + 30 + 6:  # the first one finds the endpoint
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2 if len(server.requests) > 30 else 0)
 
-def test_file_without_texts_is_one_line_that_names_the_option(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n \n", encoding="utf-8")
-    line = one_line(run("--url", "http://127.0.0.1:1", "--texts", str(empty)))
-    assert "--texts" in line
-    assert str(empty) in line
-
-
-def test_server_that_is_not_there_is_one_line(texts_file: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    line = one_line(run("--url", url, "--texts", str(texts_file)))
-    assert "no answer from http" in line
-    assert url in line
-
-
-@pytest.mark.parametrize("header", ["secret", ": secret", "X Y: secret", "X: secret\nY: secret"])
-def test_malformed_header_is_one_line_that_does_not_repeat_the_header(header: str, texts_file: Path) -> None:
-    line = one_line(run("--url", "http://127.0.0.1:1", "--texts", str(texts_file), "--header", header))
-    assert "NAME: VALUE" in line
-    assert "secret" not in line
-
-
-def test_error_without_aiohttp_names_the_remedy(texts_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "benchmarks.measuring.http")
-    line = one_line(run("--url", "http://127.0.0.1:1", "--texts", str(texts_file)))
-    assert "pip install -e '.[bench]'" in line
-
-
-def run_in_the_foreground(arguments: list[str], shown: Path, logged: Path) -> None:
-    """Run the command with its output in files. A process of a test may ignore the signal of Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, path in ((1, shown), (2, logged)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    main(arguments)
-
-
-def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path, tmp_path: Path) -> None:
-    report_file, shown, logged = (tmp_path / name for name in ("report.json", "shown", "logged"))
-    loads = ["--clients", "2", "--batch", "1", "--batch", "2", "--total", "30", "--warmup", "0"]
-    with fake_server() as server:
-        # The second load is slow, so that the interrupt arrives before the load ends.
-        server.pause = lambda: time.sleep(0.2 if len(server.requests) > 30 else 0)
-        arguments = ["http", "--url", server.url, "--texts", str(texts_file), "--json", str(report_file)]
-        started = fresh(run_in_the_foreground, [*arguments, *loads], shown, logged)
+        server.pause = interrupt
+        loads = ("--clients", 2, "--batch", 1, "--batch", 2, "--total", 30, "--warmup", 0)
         try:
-            while sum(len(body.get("inputs", ())) == 2 for _, body, _ in server.requests) < 6:
-                assert started.exitcode is None
-                time.sleep(0.005)
-            os.kill(started.pid, signal.SIGINT)
-            started.join(30)
+            ended = http(server.url, files, *loads)
         finally:
-            started.kill()
-    assert started.exitcode == 130
-    assert "Traceback" not in logged.read_text()
-    assert "interrupted" in shown.read_text()
-    report = json.loads(report_file.read_text(encoding="utf-8"))
+            signal.signal(signal.SIGINT, before)
+    assert ended.exit_code == 130
+    assert "interrupted" in ended.stdout
+    report = json.loads(files[1].read_text(encoding="utf-8"))
     assert report["interrupted"] is True
     whole, part = report["rows"]
     assert (whole["batch"], whole["texts"]) == (1, 30)
@@ -402,11 +262,8 @@ def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path,
     assert 0 < part["texts"] < 30
 
 
-def test_this_server_is_measured(texts_file: Path, tmp_path: Path) -> None:
-    report_file = tmp_path / "report.json"
+def test_this_server_is_measured(files) -> None:
     with served() as server:
-        url = "http://{}:{}".format(*server.addresses[0][:2])
-        arguments = ("--url", url, "--texts", str(texts_file), "--total", "200", "--warmup", "20")
-        assert run(*arguments, "--json", str(report_file)).exit_code == 0
-    (row,) = json.loads(report_file.read_text(encoding="utf-8"))["rows"]
+        succeeded(http(server.url, files, "--total", 200, "--warmup", 20))
+    (row,) = json.loads(files[1].read_text(encoding="utf-8"))["rows"]
     assert (row["clients"], row["batch"], row["texts"], row["errors"]) == (16, 1, 200, {})
