@@ -73,24 +73,22 @@ def saved_per_hit(lengths: np.ndarray, heads: int) -> np.ndarray:
     return lengths * heads / 10
 
 
-@pytest.fixture(scope="module")
-def progress():
-    return []
-
-
-@pytest.fixture(scope="module")
-def curves(tiny_engine, database, probes, rank, progress):
+def measured(engine, database, probes):
     return measure_curves(
-        tiny_engine.model,
+        engine.model,
         database.search.store,
         probes,
-        rank,
+        np.array(database.manifest.rank),
         database.mask,
-        tiny_engine.decisions.comparator(Measure.COSINE),
+        engine.decisions.comparator(Measure.COSINE),
         saved_per_hit,
         FULL_MICROSECONDS,
-        lambda *step: progress.append(step),
     )
+
+
+@pytest.fixture(scope="module")
+def curves(tiny_engine, database, probes):
+    return measured(tiny_engine, database, probes)
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +165,6 @@ def test_quality_of_the_better_kind_lies_between_the_worst_and_the_best_kind(cur
     assert qualities.min(axis=0).mean() - 2e-3 <= last.quality <= qualities.max(axis=0).mean() + 2e-3
     # The choice by expected damage must not be worse than any single kind.
     assert last.quality >= qualities.mean(axis=1).max() - 5e-3
-
-
-def test_every_family_has_its_masks_and_shares(curves):
-    counts = {}
-    for point in curves.points:
-        counts.setdefault(point.family, []).append(point.heads)
-    assert {family: sorted(set(heads)) for family, heads in counts.items()} == {
-        "mildest heads, better kind": list(range(1, 13)),
-        "whole layers": [4, 8],
-        "all heads": [12],
-        "prototypes only": list(range(1, 13)),
-        "best stored record": list(range(1, 13)),
-    }
-    assert {len(heads) / len(set(heads)) for heads in counts.values()} == {20}
 
 
 @pytest.mark.parametrize(("mask", "heads"), [("all heads", "all"), ("the policy's heads", "5")])
@@ -291,29 +275,10 @@ def test_quality_of_the_best_records_equals_outputs_with_their_maps(
     assert last.quality == pytest.approx(np.mean(quality), abs=2e-3)
 
 
-def test_progress_of_every_stage_is_reported_to_its_end(curves, progress):
-    assert curves
-    stages = dict.fromkeys(stage for stage, _, _ in progress)
-    assert list(stages) == ["measuring masks", "comparing maps", "measuring best records"]
-    for stage in stages:
-        *_, (_, done, total) = [step for step in progress if step[0] == stage]
-        assert done == total
-    assert ("comparing maps", 6, 6) in progress
-
-
 def test_without_prototypes_their_family_is_missing(tiny_engine, tiny_database, sequences):
     database = AttentionDatabase.open(tiny_database)
-    found = measure_curves(
-        tiny_engine.model,
-        database.search.store,
-        find_probes(tiny_engine.model, database.search, sequences),
-        np.array(database.manifest.rank),
-        database.mask,
-        tiny_engine.decisions.comparator(Measure.COSINE),
-        saved_per_hit,
-        FULL_MICROSECONDS,
-    )
+    found = measured(tiny_engine, database, find_probes(tiny_engine.model, database.search, sequences))
     families = {point.family for point in found.points}
     assert families == {"mildest heads, better kind", "whole layers", "all heads", "best stored record"}
-    assert len(found.similarities[RecordKind.STORED][1]) == len(sequences)
-    assert [len(found.similarities[kind][1]) for kind in (RecordKind.PROTOTYPE, RecordKind.MEAN)] == [0, 0]
+    counts = {kind: len(true) for kind, (_, true) in found.similarities.items()}
+    assert counts == {RecordKind.STORED: len(sequences), RecordKind.PROTOTYPE: 0, RecordKind.MEAN: 0}
