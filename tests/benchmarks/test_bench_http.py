@@ -116,20 +116,16 @@ def measured(
     return row
 
 
-def test_endpoint_is_found_from_the_base_url_and_from_its_own() -> None:
-    apis = {"/v1/embeddings": "openai", "/embeddings": "openai", "/embed": "tei", "/models/mine": "tei"}
+def test_endpoint_is_found_below_the_url_or_refused_with_the_answers() -> None:
+    apis = {"/v1/embeddings": "openai", "/embeddings": "openai", "/embed": "tei"}
     for path, api in apis.items():
         with fake_server({path: api}) as server:
             for url in (server.url, f"{server.url}/", f"{server.url}{path}"):
-                if path != "/models/mine" or url.endswith("mine"):
-                    endpoint = found(url)
-                    assert (str(endpoint.url), endpoint.api) == (f"{server.url}{path}", api)
+                endpoint = found(url)
+                assert (str(endpoint.url), endpoint.api) == (f"{server.url}{path}", api)
     with fake_server(apis) as server:
         assert str(found(f"{server.url}/v1").url) == f"{server.url}/v1/embeddings"
         assert [found(server.url, api).api for api in (None, "openai", "tei")] == ["openai", "openai", "tei"]
-
-
-def test_server_without_an_api_is_refused_with_its_answers() -> None:
     with fake_server({"/embed": "page"}) as server, pytest.raises(NoEndpoint) as refused:
         found(server.url)
     assert f"{server.url}/v1/embeddings (openai) 404" in str(refused.value)

@@ -100,17 +100,12 @@ def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path
     assert max(AttentionDatabase.open(tmp_path / "db" / "shots-2").search.store.segments) > 128
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--shots", "3"), ("2 examples of sums", "3 shots")),
-        (("--shots", "2..1"), ("shots must be a number",)),
-        (("--shots", "many"), ("shots must be a number",)),
-        (("--subjects", "sums,alchemy"), ("no subject alchemy",)),
-    ],
-)
-def test_invalid_options_and_data_are_refused_in_one_line(decoder, files, arguments, words):
-    assert_one_line(mmlu(decoder, files, *arguments), *words)
+def test_what_cannot_be_measured_is_refused_in_one_line(decoder, tiny_checkpoint, files, tmp_path):
+    assert_one_line(mmlu(decoder, files, "--shots", "3"), "2 examples of sums", "3 shots")
+    assert_one_line(mmlu(decoder, files, "--shots", "2..1"), "shots must be a number")
+    assert_one_line(mmlu(decoder, files, "--subjects", "sums,alchemy"), "no subject alchemy")
+    assert_one_line(mmlu(write_llama(tmp_path / "other"), files), "one token")
+    assert_one_line(mmlu(tiny_checkpoint.folder, files), "encoder", "label-logits")
 
 
 def test_questions_with_too_long_prompts_are_skipped_and_counted(decoder, files):
@@ -136,11 +131,3 @@ def test_limited_questions_cover_all_subjects(decoder, files):
     assert rows_of(output)["0", "full"][0] == "8"
     questions = spread(read_questions(str(files / "test.tsv")), 8)
     assert Counter(question.subject for question in questions) == dict.fromkeys(SUBJECTS, 4)
-
-
-def test_letters_of_several_tokens_are_refused(tmp_path, files):
-    assert_one_line(mmlu(write_llama(tmp_path / "other"), files), "one token")
-
-
-def test_an_encoder_is_refused(tiny_checkpoint, files):
-    assert_one_line(mmlu(tiny_checkpoint.folder, files), "encoder", "label-logits")

@@ -1,13 +1,13 @@
 """`python -m benchmarks evaluate` compares the papers' baselines, and plots curves of a database."""
 
 import csv
-import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import assert_one_line, model_arguments, succeeded, without_progress
+from command_line import assert_one_line, model_arguments, succeeded
 from command_line import run as run_command
 from core_models import random_text
 
@@ -17,7 +17,6 @@ from benchmarks.__main__ import main
 from benchmarks.papers.curves import THRESHOLDS
 from benchmarks.papers.methods import PAPER_METHODS, Preset
 from benchmarks.papers.per_layer_search import train_layerwise_search
-from benchmarks.plots import PaperPlots
 
 run = partial(run_command, program=main)
 
@@ -84,115 +83,76 @@ def test_five_plots_and_their_data_are_written_and_named(plotted):
     assert sorted(path.name for path in folder.iterdir()) == names
     assert text == f"{folder}: {', '.join(names)}\n"
     for path in folder.glob("*.png"):
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG\r\n\x1a\n"), path
-        assert content.rstrip(b"\0")[-8:-4] == b"IEND", path
-        assert [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)] == [840, 540], path
-        assert len(content) > 5000, path  # not an empty picture
+        assert path.stat().st_size > 5000, path  # not an empty picture
 
 
-def test_data_of_quality_against_time_have_all_points(plotted):
-    rows = rows_of(plotted[0] / "quality_against_time.csv")
-    assert list(rows[0]) == ["family", "heads", "hit_rate", "saved", "quality"]
-    counts = {}
-    for row in rows:
-        counts[row["family"]] = counts.get(row["family"], 0) + 1
-        assert 0 < float(row["hit_rate"]) <= 1
-        assert -1 <= float(row["quality"]) <= 1 + 1e-6
-        assert float(row["saved"]) < 1  # a share of the full model's time; negative if hits take longer
-    assert counts == {
+def test_data_of_the_plots_have_all_rows_and_columns(plotted, tiny_prototypes_database):
+    folder, _ = plotted
+    points = rows_of(folder / "quality_against_time.csv")
+    assert list(points[0]) == ["family", "heads", "hit_rate", "saved", "quality"]
+    assert Counter(row["family"] for row in points) == {
         "mildest heads, better kind": 240,
         "whole layers": 40,
         "all heads": 20,
         "prototypes only": 240,
         "best stored record": 240,
     }
+    for row in points:
+        assert 0 < float(row["hit_rate"]) <= 1
+        assert -1 <= float(row["quality"]) <= 1 + 1e-6
+        assert float(row["saved"]) < 1  # a share of the full model's time; negative if hits take longer
 
-
-def test_data_of_the_damage_equal_the_manifest(plotted, tiny_prototypes_database):
-    rows = rows_of(plotted[0] / "damage.csv")
-    assert list(rows[0]) == ["layer", "head", "damage"]
     damage = AttentionDatabase.open(tiny_prototypes_database).manifest.damage
-    assert [(int(row["layer"]), int(row["head"]), float(row["damage"])) for row in rows] == [
-        (layer, head, damage[layer][head]) for layer in range(3) for head in range(4)
+    assert rows_of(folder / "damage.csv") == [
+        {"layer": str(layer), "head": str(head), "damage": str(damage[layer][head])}
+        for layer in range(3)
+        for head in range(4)
     ]
 
-
-def test_data_of_similarities_have_every_text_and_kind(plotted):
-    rows = rows_of(plotted[0] / "similarity.csv")
-    assert list(rows[0]) == ["kind", "predicted", "true"]
-    kinds = [row["kind"] for row in rows]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"stored": 40, "prototype": 40, "mean": 40}
-    for row in rows:
+    similarities = rows_of(folder / "similarity.csv")
+    assert list(similarities[0]) == ["kind", "predicted", "true"]
+    assert Counter(row["kind"] for row in similarities) == {"stored": 40, "prototype": 40, "mean": 40}
+    for row in similarities:
         assert 0.8 <= float(row["true"]) < 1  # the distance is at most 1, and α is 0.2
         assert float(row["predicted"]) < 1
 
-
-def test_data_of_thresholds_have_both_masks(plotted):
-    rows = rows_of(plotted[0] / "thresholds.csv")
+    thresholds = rows_of(folder / "thresholds.csv")
     columns = ["mask", "heads", "threshold", "hit_rate", "quality_of_hits", "quality_of_all"]
-    assert list(rows[0]) == columns
-    masks = [row["mask"] for row in rows]
-    assert masks == ["all heads"] * len(THRESHOLDS) + ["the policy's heads"] * len(THRESHOLDS)
-    assert [float(row["threshold"]) for row in rows] == 2 * THRESHOLDS.tolist()
-    for row in rows:
+    assert list(thresholds[0]) == columns
+    assert [(row["mask"], float(row["threshold"])) for row in thresholds] == [
+        (mask, threshold) for mask in ("all heads", "the policy's heads") for threshold in THRESHOLDS
+    ]
+    for row in thresholds:
         assert (row["quality_of_hits"] == "") == (float(row["hit_rate"]) == 0)
         assert 0 < float(row["quality_of_all"]) <= 1 + 1e-6
 
-
-def test_data_of_presets_have_the_policy_and_each_preset(plotted):
-    rows = rows_of(plotted[0] / "presets.csv")
-    assert list(rows[0]) == ["method", "hit_rate", "score", "speedup", "attention_speedup"]
-    assert [row["method"] for row in rows] == ["full", "attncache", *(f"attncache:{each}" for each in Preset)]
-    full, policy, *_ = rows
+    presets = rows_of(folder / "presets.csv")
+    assert list(presets[0]) == ["method", "hit_rate", "score", "speedup", "attention_speedup"]
+    names = ["full", "attncache", *(f"attncache:{each}" for each in Preset)]
+    assert [row["method"] for row in presets] == names
+    full, policy, *_ = presets
     assert [float(full[name]) for name in ("hit_rate", "speedup", "attention_speedup")] == [0, 1, 1]
     assert float(full["score"]) == pytest.approx(1)
     assert float(policy["hit_rate"]) == 1  # the θ of the policy is 0
-    for row in rows:
-        assert float(row["speedup"]) > 0
+    assert all(float(row["speedup"]) > 0 for row in presets)
 
 
-def test_without_matplotlib_the_error_names_the_extra(
-    tiny_checkpoint, tiny_prototypes_database, files, tmp_path, monkeypatch
+def test_curves_that_would_be_wrong_are_refused_in_one_line(
+    tiny_checkpoint,
+    tiny_classifier_checkpoint,
+    tiny_prototypes_database,
+    tiny_engine,
+    tiny_corpus,
+    files,
+    tmp_path,
 ):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    data = files / "texts.txt"
-    result = curves(tiny_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
-    assert_one_line(result, "matplotlib", "pip install 'attncache[plots]'")
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_few_unseen_texts_for_curves_are_refused_in_one_line(
-    tiny_checkpoint, tiny_prototypes_database, files, tmp_path
-):
-    result = curves(tiny_checkpoint, tiny_prototypes_database, files / "corpus.txt", tmp_path / "out")
+    output, texts = tmp_path / "out", files / "texts.txt"
+    result = curves(tiny_checkpoint, tiny_prototypes_database, files / "corpus.txt", output)
     assert_one_line(result, "0 of the texts are not in the database", "at least 20 such texts are needed")
-
-
-def test_curves_of_another_models_database_are_refused_in_one_line(
-    tiny_classifier_checkpoint, tiny_prototypes_database, files, tmp_path
-):
-    data = files / "texts.txt"
-    result = curves(tiny_classifier_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
+    result = curves(tiny_classifier_checkpoint, tiny_prototypes_database, texts, output)
     assert_one_line(result, "fingerprint", "build a database")
-
-
-def test_output_at_a_file_is_refused_in_one_line(tiny_checkpoint, tiny_prototypes_database, files, tmp_path):
-    (tmp_path / "out").touch()
-    data = files / "texts.txt"
-    result = curves(tiny_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "out" in without_progress(result.stderr)[-1]
-
-
-def test_heads_without_damage_can_be_plotted(tmp_path):
-    PaperPlots(tmp_path, "cosine").damage(np.zeros((3, 4)))
-    assert (tmp_path / "damage.png").stat().st_size > 5000
-
-
-def test_curves_need_records_of_all_heads(tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path):
     options = BuildOptions(heads="layers:0-1", threshold=0.0, prototypes=0, training_steps=5)
     build_database(tiny_engine, tiny_corpus, tmp_path / "some.db", options)
-    result = curves(tiny_checkpoint, tmp_path / "some.db", files / "texts.txt", tmp_path / "out")
+    result = curves(tiny_checkpoint, tmp_path / "some.db", texts, output)
     assert_one_line(result, "8 of 12 heads", "build a database without --heads")
-    assert not (tmp_path / "out").exists()
+    assert not output.exists()

@@ -35,18 +35,6 @@ def test_shots_are_the_first_examples_of_the_subject_and_the_question_is_last(sh
     assert prompt.count("Answer: C") == shots
 
 
-def test_more_shots_than_examples_are_refused():
-    with pytest.raises(InvalidInput, match="2 examples of world_history") as refused:
-        Prompts(numbered(2, "world_history")).of(ROME, 3)
-    assert refused.value.field == "shots"
-
-
-def test_questions_are_read_from_a_table(tmp_path):
-    path = tmp_path / "questions.tsv"
-    path.write_text(HEADER + "world_history\tWho built Rome?\ta\tb\tc\td\tD\n")
-    assert read_questions(str(path)) == [ROME]
-
-
 def test_answer_that_is_no_letter_is_refused_by_its_row(tmp_path):
     path = tmp_path / "questions.tsv"
     path.write_text(HEADER + "s\tq\ta\tb\tc\td\tA\ns\tq\ta\tb\tc\td\t2\n")
