@@ -44,7 +44,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mmlu")
     write_questions(folder / "test.tsv", 6, seed=1)
     write_questions(folder / "dev.tsv", 2, seed=2)
-    write_questions(folder / "more.tsv", 20, seed=3)
+    write_questions(folder / "more.tsv", 10, seed=3)
     return folder
 
 

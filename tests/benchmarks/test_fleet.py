@@ -42,7 +42,7 @@ def test_every_request_is_answered_once_whatever_happens_to_servers(route):
 def test_work_of_a_shared_store_is_what_is_computed_once():
     """With everything kept for ever, work is the load that was asked for, and first visits of prefixes."""
     fleet = Fleet(servers=6, memory_tokens=10**9, has_store=True, store_tokens_per_second=1e9)
-    traffic = Traffic(seconds=250, load=0.6, prefixes=5, think_seconds=3)
+    traffic = Traffic(seconds=150, load=0.6, prefixes=5, think_seconds=3)
     for report in simulate(ROUTES, traffic, fleet):
         assert report.busy == pytest.approx(0.6, rel=0.15)
         assert report.memory_hit_rate + report.store_hit_rate > 0.97
@@ -52,11 +52,6 @@ def test_routes_are_equal_on_one_server():
     found = list(simulate(ROUTES, TRAFFIC, Fleet(servers=1, memory_tokens=5000, disk_tokens=10**6)))
     assert len({(r.memory_hit_rate, r.disk_hit_rate, r.busy, r.p50_seconds) for r in found}) == 1
     assert found[0].disk_hit_rate > 0
-
-
-def test_the_oracle_is_the_fastest():
-    *others, oracle = simulate(ROUTES, TRAFFIC, FLEET)
-    assert oracle.p99_seconds <= min(report.p99_seconds for report in others)
 
 
 def test_lost_server_moves_few_keys_of_others():
