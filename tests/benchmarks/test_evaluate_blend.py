@@ -1,5 +1,6 @@
 """`python -m benchmarks evaluate blend` measures chunks in any order beside full recomputation."""
 
+import csv
 import json
 import math
 from dataclasses import replace
@@ -268,17 +269,21 @@ def test_command_measures_labelled_texts_behind_examples(decoder, files, tmp_pat
     assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(report["methods"])
     names = ["blend.csv", "blend_quality.png", "blend_time.png"]
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
+    with (tmp_path / "plots" / "blend.csv").open(newline="") as file:
+        in_plots = [row["method"] for row in csv.DictReader(file)]
+    assert in_plots == [method["method"] for method in report["methods"]]
 
 
 def test_command_measures_questions_that_fit_by_their_last_state(decoder, files, tmp_path):
     long = json.dumps([{"title": "a", "text": "late card " * 60}] * 9)
     with_long = tmp_path / "long.tsv"
     with_long.write_text((files / "questions.tsv").read_text() + f"who?\t{long}\n")
-    arguments = ("--pooling", "lasttoken", "--data", with_long, "--ratios", "0.2", "--max-tokens", 300)
-    shown = succeeded(evaluate(decoder, *arguments, "--json", tmp_path / "report.json"))
+    arguments = ("--pooling", "lasttoken", "--data", with_long, "--chunks", 2, "--max-tokens", 300)
+    written = ("--ratios", "0.2", "--json", tmp_path / "report.json")
+    shown = succeeded(evaluate(decoder, *arguments, *written))
     assert "1 of 4 questions do not fit" in shown
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["machine"]["questions"] == 3
+    assert (report["machine"]["questions"], report["machine"]["chunks"]) == (3, 2)
     names = [method["method"] for method in report["methods"]]
     assert names == [RECOMPUTED, PREFIX_CACHING, "ratio 0.2", "ratio 0.15, random tokens", *REDUCTIONS]
     assert all(method["agreement"] is method["accuracy"] is None for method in report["methods"])
