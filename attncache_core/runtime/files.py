@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -116,7 +116,10 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
 
 
 def move_to_new(path: Path, target: Path) -> None:
-    """Rename a file. Raises FileExistsError if another file has the name `target`, and OSError."""
+    """Rename a file. Raises FileExistsError if another file has the name `target`, and OSError.
+
+    On a disk that fails meanwhile, the file may have both names.
+    """
     try:
         os.link(path, target)
     except FileExistsError:
@@ -126,7 +129,8 @@ def move_to_new(path: Path, target: Path) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         path.replace(target)
         return
-    path.unlink()
+    with suppress(OSError):
+        path.unlink()
 
 
 def refused_read(error: BaseException | None) -> OSError | None:

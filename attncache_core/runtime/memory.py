@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -75,9 +76,14 @@ def tensor_bytes() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that the process can still use, of the machine and of its control groups."""
+    """Return the bytes that the process can still use: of the machine, its control groups and its ulimit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            available = min(available, max(0, most - pages * resource.getpagesize()))
     return int(min(available, allowed_bytes()))

@@ -100,5 +100,9 @@ def run(
             raise OSError(error.errno, reason, error.filename or str(files.output)) from error
     if not spool.done.rows:
         raise InvalidInput(f"{files.source} has no texts", field="input")
-    remove_spool(files.output)
+    try:
+        remove_spool(files.output)
+    except OSError as error:
+        reason = f"{error.strerror}; {files.output} is complete, so this file can be removed"
+        raise OSError(error.errno, reason, error.filename) from error
     return spool.done.rows

@@ -59,7 +59,7 @@ class Spool:
         if state is None:
             self._file.truncate(0)
             self._write_header()
-            self._write_state()
+            self._write_state(self.done)
             return
         begun_with, done = state
         for name, now in self._begun_with.items():
@@ -91,8 +91,8 @@ class Spool:
         self._file.seek(self._end)
         self._write(np.ascontiguousarray(numbers, dtype=_NUMBER).reshape(-1).view(np.uint8).data)
         self._sync()
+        self._write_state(done)
         self.done = done
-        self._write_state()
 
     def finish(self) -> np.ndarray:
         """Complete the file, and return its numbers, float32 [rows, width], mapped from the file."""
@@ -147,8 +147,8 @@ class Spool:
                 f"{path} is damaged; remove {numbers} to begin again", field="output"
             ) from error
 
-    def _write_state(self) -> None:
-        state = {"begun_with": self._begun_with, "done": asdict(self.done)}
+    def _write_state(self, done: Done) -> None:
+        state = {"begun_with": self._begun_with, "done": asdict(done)}
         write_whole(progress(self._output), orjson.dumps(state))
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,12 @@ from safetensors.torch import load_file, save_file
 from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.runtime import memory
-from attncache_core.runtime.memory import release_mapped_weights, return_freed_memory, tensor_bytes
+from attncache_core.runtime.memory import (
+    available_memory,
+    release_mapped_weights,
+    return_freed_memory,
+    tensor_bytes,
+)
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # The C library's numbers of the mallopt parameters.
@@ -129,3 +135,12 @@ def test_freed_memory_is_returned():
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_available_memory_is_at_most_what_the_ulimit_leaves(monkeypatch):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 2**26
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (most, most))
+    assert available_memory() <= 2**26 + 2**24  # the process may have given back a little since
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (1, 1))
+    assert available_memory() == 0

@@ -381,6 +381,36 @@ def test_stopped_run_says_how_to_continue(
     assert output.read_bytes() == whole
 
 
+def test_rows_whose_state_was_not_written_do_not_count_as_saved(
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch
+):
+    output, write, written = tmp_path / "out.npy", spool.write_whole, count()
+
+    def failing(*values):
+        if next(written) == 3:  # the first one begins, before any row
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(*values)
+
+    monkeypatch.setattr(spool, "write_whole", failing)
+    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "16 rows are saved")
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
+    assert output.read_bytes() == whole
+
+
+def test_output_is_complete_if_only_what_was_saved_cannot_be_removed(
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch
+):
+    output = tmp_path / "out.npy"
+
+    def refused(path, **_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    ended = run(*embed_arguments(tiny_checkpoint, source, output))
+    one_line(ended, "out.npy.partial", f"{output} is complete, so this file can be removed")
+    assert output.read_bytes() == whole
+
+
 def test_file_that_cannot_be_begun_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))

@@ -73,7 +73,8 @@ def open_key_values(
         store = KeyValueStore(layout, memory, transfers, fingerprint.hex())
     except (OSError, OverflowError) as error:
         raise InvalidInput(
-            f"{memory} bytes of memory for keys and values cannot be reserved; choose fewer bytes",
+            f"{memory} bytes of memory for keys and values cannot be reserved; choose fewer bytes by "
+            "--kv-memory-bytes (in Python, KeyValueOptions.memory_bytes)",
             field="kv_memory_bytes",
         ) from error
     if transfers:
