@@ -64,7 +64,8 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     left, right, ratings = [], [], []
     for number, row in enumerate(read_rows(path, (first, second, rating)), 1):
         try:
-            ratings.append(float(row[2]))
+            # Python reads 1_0 as 10, and no file means that.
+            ratings.append(math.nan if "_" in row[2] else float(row[2]))
         except ValueError:
             ratings.append(math.nan)
         if not math.isfinite(ratings[-1]):

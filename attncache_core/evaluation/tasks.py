@@ -55,10 +55,11 @@ def recordable_sequences(task: Task) -> Sequences:
 def label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return the labels by the model's names.
 
-    The data may have numbers instead, from 0 on, if none of the numbers is a name.
+    The data may have numbers instead, from 0 on, if no name is a number.
     """
     distinct = set(labels)
-    if distinct & set(known) or not all(each.isdecimal() and int(each) < len(known) for each in distinct):
+    are_numbers = all(each.isdecimal() and int(each) < len(known) for each in distinct)
+    if not are_numbers or any(name.isdecimal() for name in known):
         return list(labels)
     return [known[int(label)] for label in labels]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def verify(database: Path) -> None:
 
 def show_database(database: AttentionDatabase) -> None:
     """Print a database's manifest for people: model, records by length, mask, thresholds, quality."""
-    manifest, console = database.manifest, Console(highlight=False)
-    console.print(f"[bold]{database.folder}[/bold]")
+    manifest, console = database.manifest, Console(highlight=False, markup=False)
+    console.print(str(database.folder), style="bold")
     console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
     variant = manifest.build.get("variant")
     if variant:
@@ -102,6 +103,31 @@ def show_database(database: AttentionDatabase) -> None:
     for length, segment in store.segments.items():
         table.add_row(str(length), f"{len(segment):,}", f"{segment.file_bytes:,}")
     console.print(table)
+
+
+def overlap(
+    database: AttentionDatabase, evaluated: Collection[Sequence[int]], excluded: int
+) -> Iterator[str]:
+    """Yield sentences about evaluated texts that a database was made from.
+
+    evaluated: token ids of each text. excluded: the number of their records; see AttentionDatabase.without.
+    """
+    yield f"{excluded} of {database.info().records} records excluded: records of evaluated texts"
+    if known := database.calibrated_on(evaluated):
+        yield (
+            f"{known} evaluated texts are among the texts that the database was calibrated on; calibrate "
+            "with --exclude for an honest figure"
+        )
+    if excluded:
+        yield (
+            "prototypes and thresholds were made with these records; to exclude the texts there too, build "
+            "with --exclude"
+        )
+    if database.manifest.build.get("synthetic_only"):
+        yield (
+            "the database was built with --synthetic-only, and does not tell which texts it was made from: "
+            "evaluate texts that were not in its corpus"
+        )
 
 
 def _quality(manifest: Manifest) -> str:

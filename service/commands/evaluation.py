@@ -33,6 +33,7 @@ from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.text.labels import LabelTokens
+from service.commands.database import overlap
 from service.commands.options import (
     drop_options,
     json_option,
@@ -252,19 +253,9 @@ class Evaluation:
                 )
             self._build(folder, [texts[index] for index in kept])
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
-        database, gone = opened.without(evaluated)
-        click.echo(f"{gone} of {opened.info().records} records excluded: records of evaluated texts")
-        known = opened.calibrated_on(evaluated)
-        if known:
-            click.echo(
-                f"{known} evaluated texts are among the texts that the database was calibrated on; calibrate "
-                "with --exclude for an honest figure"
-            )
-        if gone:
-            click.echo(
-                "prototypes and thresholds were made with these records; to exclude the texts there too, "
-                "build with --exclude"
-            )
+        database, excluded = opened.without(evaluated)
+        for sentence in overlap(opened, evaluated, excluded):
+            click.echo(sentence)
         return corpus, database
 
     def _build(self, folder: Path, texts: Sequence[str]) -> None:
@@ -287,15 +278,15 @@ def _show_comparison(
     json_file: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Print a table with a column for each method, and write it to the given files."""
+    """Write a table with a column for each method to the given files, and print it."""
     columns = ["", *(report.method for report in reports)]
     rows = _rows(metric, reports)
-    show_machine(facts)
-    show_table(f"{facts['texts']} texts", columns, rows)
     if markdown:
         write_markdown(markdown, columns, rows)
     methods = [without_nan(asdict(report)) for report in reports]
     write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
+    show_machine(facts)
+    show_table(f"{facts['texts']} texts", columns, rows)
 
 
 def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

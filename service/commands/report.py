@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from attncache_core.errors import InvalidInput
@@ -52,7 +53,8 @@ def machine_and_model(engine: PrefillEngine) -> dict[str, Any]:
 
 def show_machine(facts: Mapping[str, Any]) -> None:
     """Print all facts in one paragraph."""
-    Console(highlight=False).print(", ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+    console = Console(highlight=False, markup=False)
+    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -61,15 +63,15 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     Where the screen is narrow, cells are divided between words, and never within a word.
     """
     cells = [columns, *([str(cell) for cell in row] for row in rows)]
-    console, table = Console(highlight=False), Table(title=title, title_justify="left")
+    console, table = Console(highlight=False), Table(title=escape(title), title_justify="left")
     around = 3 * len(columns) + 1  # lines and spaces
     widths = _widths(list(zip(*cells, strict=True)), console.width - around)
     if sum(widths) + around > console.width:
         console = Console(highlight=False, width=sum(widths) + around)
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        table.add_column(column, justify="right" if number else "left", width=width)
+        table.add_column(escape(column), justify="right" if number else "left", width=width)
     for row in cells[1:]:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console.print(table)
 
 

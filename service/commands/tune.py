@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
 from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
 from service.commands.build import budget_options
+from service.commands.database import overlap
 from service.commands.options import (
     classifier_option,
     device_option,
@@ -141,16 +142,21 @@ def tune(
         **options,
     )
     with shown_progress() as progress:
-        report = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure)).run()
-    show_report(report)
+        tuning = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure))
+        notes = list(_overlap(tuning))
+        for note in notes:
+            click.echo(note, err=True)
+        report = tuning.run()
     used = {**model, **engine, "classifier": classifier}
-    write_settings(output, _settings(report, used, output), list(comment(report)))
+    write_settings(output, _settings(report, used, output), [*comment(report), *notes])
     # Behind the settings, which say that the classifier is of a tuning.
     if report.classifier:
         report.classifier.save(output.with_suffix(".classifier"))
-    click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plots and plot:
         plots.ways(report, plot.stem)
+    show_report(report)
+    click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
+    if plot:
         click.echo(f"{plot}, and its figures in {plot.with_suffix('.csv')}")
 
 
@@ -208,6 +214,13 @@ def _read(sources: Sequence[str], label_column: str | None) -> Texts:
         texts += read[0]
         labels += read[1]
     return Texts(texts, labels)
+
+
+def _overlap(tuning: Tuning) -> Iterator[str]:
+    """Yield sentences about measuring texts that the operator's database was made from."""
+    if tuning.database:
+        measured = tuning.exact.engine.tokenize(tuning.measuring.texts)
+        yield from overlap(tuning.database, measured, tuning.database.without(measured)[1])
 
 
 def _show_texts(choosing: Texts, measuring: Texts, results: Results) -> None:

@@ -24,7 +24,7 @@ def show_report(report: TuneReport) -> None:
     """Print the machine, the table with the fastest way first, and what was chosen."""
     show_machine({**machine(report.inputs["threads"]), **_facts(report)})
     columns, rows = table(report)
-    show_table(f"{report.measuring} held-out texts", columns, rows)
+    show_table(_measuring(report), columns, rows)
     for name, reason in report.failed.items():
         click.echo(f"not measured: {name}: {reason}")
     for line in conclusion(report):
@@ -76,10 +76,8 @@ def comment(report: TuneReport) -> Iterator[str]:
     """Yield the lines of the comment of a settings file: what was measured, where, and what was chosen."""
     yield WRITTEN_BY
     yield from conclusion(report)
-    yield (
-        f"measured on {report.measuring} held-out texts; {report.choosing} others were used to rank layers "
-        "and to build databases"
-    )
+    built = "" if report.inputs["database"] else " and to build databases"
+    yield f"measured on {_measuring(report)}; {report.choosing} others were used to rank layers{built}"
     facts = {**machine(report.inputs["threads"]), **_facts(report)}
     yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in facts.items()), _WIDTH)
     yield ""
@@ -99,6 +97,11 @@ def comment(report: TuneReport) -> Iterator[str]:
 def line_of(measured: MeasuredWay) -> str:
     """Return the figures of a way in one line."""
     return f"{measured.way.name}: quality {measured.quality.mean:.4f}, {_gain(measured)}"
+
+
+def _measuring(report: TuneReport) -> str:
+    # Whether the operator's database was made from some of them, its records and digests tell only in part.
+    return f"{report.measuring} {'' if report.inputs['database'] else 'held-out '}texts"
 
 
 def _in_words(budget: Budget) -> str:

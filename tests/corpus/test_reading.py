@@ -378,7 +378,7 @@ def test_rated_pairs_are_three_lists_of_equal_length(file):
     assert read_rated(path, "two", "one", "score") == (["b", "d", "f"], ["a", "c", "e"], [4.5, -0.1, 3.0])
 
 
-@pytest.mark.parametrize("rating", ["four", "1,5", "nan", "-inf", "1e999", SECRET])
+@pytest.mark.parametrize("rating", ["four", "1,5", "1_0", "nan", "-inf", "1e999", SECRET])
 def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, rating):
     path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")
     with pytest.raises(InvalidInput, match="row 2: 'score' is not a number") as refused:

@@ -134,6 +134,23 @@ def test_undefined_correlation_is_null(tiny_checkpoint, tmp_path):
     assert full["score"] is None
 
 
+def test_texts_that_the_classifier_was_fitted_on_are_counted_and_files_are_written_before_anything_is_shown(
+    tiny_checkpoint, files, tmp_path, monkeypatch
+):
+    test, odd = files / "test.tsv", tmp_path / "a[b]" / "c[.tsv"
+    odd.parent.mkdir()
+    odd.write_bytes(test.read_bytes())
+    options = ("--train", test, "--data", odd, "--methods", "full", "--json", tmp_path / "a.json")
+    shown = succeeded(evaluate("classification", tiny_checkpoint, *options))
+    assert "evaluated texts are among the texts of --train" in shown
+    assert "accuracy c[" in shown
+    assert report_of(tmp_path / "a.json")["methods"][0]["scores"].keys() == {"c["}
+    (tmp_path / "a.json").unlink()
+    monkeypatch.setattr(evaluation, "show_machine", lambda _: (_ for _ in ()).throw(BrokenPipeError()))
+    evaluate("classification", tiny_checkpoint, *options)
+    assert report_of(tmp_path / "a.json")["methods"]
+
+
 def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
     tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
 ):

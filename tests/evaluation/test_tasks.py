@@ -109,15 +109,16 @@ def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names
     ("labels", "names"),
     [
         (["1", "0"], ["beta", "alpha"]),
-        (["beta", "1"], ["beta", "1"]),  # a name among them
+        (["beta", "1"], ["beta", "1"]),
         (["2"], ["2"]),  # no such number
         (["\u00b2"], ["\u00b2"]),
         ([], []),
     ],
 )
-def test_numbers_stand_for_names_only_if_none_of_them_is_one(labels, names):
+def test_numbers_stand_for_names_only_if_no_name_is_a_number(labels, names):
     assert label_names(labels, ["alpha", "beta"]) == names
     assert label_names(["4", "0"], ["1", "2", "3", "4", "5"]) == ["4", "0"]
+    assert label_names(["0", "0"], ["1", "2", "3"]) == ["0", "0"]
 
 
 def test_model_without_classes_refuses_every_label(tiny_engine):

@@ -21,7 +21,7 @@ from attncache_core import (
 )
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.evaluation.tuning import databases, tune
-from attncache_core.evaluation.tuning.measuring import Subject, service_batches
+from attncache_core.evaluation.tuning.measuring import MeasuredWay, Subject, service_batches
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, Tuning, split
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.vectors import cosines
@@ -203,6 +203,8 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
         lambda *arguments: budgets.append(arguments[3].min_cosine) or real(*arguments),
     )
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
+    # Databases that are trained so little serve nothing.
+    monkeypatch.setattr(MeasuredWay, "does_something", True)
     changed = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
     _, report = tuned(changed)
     assert [measured.way.name for measured in report.measured][2:] == ["maps", "int8-weight-only + maps"]

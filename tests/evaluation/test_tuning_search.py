@@ -1,5 +1,6 @@
 """Ways are combined only from parts that keep the budget and pay, and the choice wastes no quality."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,7 +27,9 @@ def blocks(*layers: int) -> Way:
 
 
 def figures(way: Way, quality: float, speed: float, alone: float = 1.0) -> MeasuredWay:
-    return MeasuredWay(way, Quality(quality, quality, None), None, speed, alone, 100.0, 1.0, 10**6, 0.0)
+    return MeasuredWay(
+        way, Quality(quality, quality, None), None, speed, alone, 100.0, 1.0, 10**6, float(way.maps)
+    )
 
 
 class Machine:
@@ -123,6 +126,9 @@ EXACT = figures(Way(), 1.0, 1.0)
         # A text alone becomes too slow.
         ([figures(INT8, 0.995, 1.5, alone=0.8)], Way()),
         ([figures(INT8, 0.995, 1.5, alone=0.97)], INT8),
+        ([figures(MAPS, 1.0, 1.5)], MAPS),
+        # No text took maps, so the gain is noise.
+        ([replace(figures(MAPS, 1.0, 1.5), hit_rate=0.0)], Way()),
     ],
 )
 def test_fastest_way_inside_the_budget_is_chosen_unless_its_gain_may_be_noise(others, chosen):

@@ -151,6 +151,11 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
         assert str(len(segment)) in row
 
 
+def test_inspect_shows_a_folder_as_it_is_named(built, tmp_path):
+    folder = shutil.copytree(built[0], tmp_path / "a[" / "b]")
+    assert str(folder) in "".join(succeeded(run("inspect", folder)).splitlines())
+
+
 def test_inspect_as_json_is_the_manifest(built):
     text = succeeded(run("inspect", built[0], "--json"))
     assert text == (built[0] / "manifest.json").read_text(encoding="utf-8")

@@ -162,8 +162,12 @@ def test_way_that_fails_is_reported_and_the_others_are_measured(
 def test_reuse_of_maps_is_served_as_it_was_measured(tiny_checkpoint, texts, tiny_database, tmp_path):
     output = tmp_path / "tuned.toml"
     options = ("--ways", "maps", "--database", tiny_database, "--min-cosine", "0")
-    shown = succeeded(tune(tiny_checkpoint, texts, output, *options))
+    result = tune(tiny_checkpoint, texts, output, *options)
+    shown = succeeded(result)
     assert "chosen: maps" in shown
+    assert "held-out" not in shown
+    for said in (result.stderr, output.read_text()):
+        assert "of 240 records excluded: records of evaluated texts" in said
     settings, engine = served(output)
     assert (settings.database, settings.min_gain, settings.maps) == (tiny_database, 0.0, True)
     assert engine.map_reuse.database.folder == tiny_database

@@ -54,6 +54,11 @@ class MeasuredWay:
     weight_bytes: int  # all tensors that the engine keeps
     hit_rate: float  # share of sequences that took maps from a record
 
+    @property
+    def does_something(self) -> bool:
+        """Whether the way can save time: maps that no text takes only add a search."""
+        return not self.way.maps or self.hit_rate > 0
+
 
 class Subject:
     """An engine with the measuring texts, ready to be timed."""
