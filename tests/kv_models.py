@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
 
+from attncache_core.engine import continued
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.pooling import Pooler
@@ -118,3 +122,23 @@ def settled(store):
     """Wait for the threads of a store, and check its accounts."""
     store.transfers.flush()
     assert_nothing_is_in_use(store)
+
+
+def run_behind_another(model, first, second):
+    """Call `second` while `first` computes; assert that it waits, and return what both return."""
+    entered, may_go_on = threading.Event(), threading.Event()
+    compute = getattr(continued, computed_by(model))
+
+    def slow(*arguments, **more):
+        entered.set()
+        assert may_go_on.wait(10)
+        return compute(*arguments, **more)
+
+    with mock.patch.object(continued, computed_by(model), slow), ThreadPoolExecutor(2) as threads:
+        one = threads.submit(first)
+        assert entered.wait(10)
+        entered.clear()
+        two = threads.submit(second)
+        assert not entered.wait(0.1)
+        may_go_on.set()
+        return one.result(), two.result()

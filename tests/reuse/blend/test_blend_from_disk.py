@@ -7,15 +7,13 @@ import pytest
 from blends import OPENING, joined, key_values, loaded, noted_layers, own_full_pass, random_chunks, run_share
 from core_decoders import write_llama
 from core_models import flip
-from kv_models import assert_nothing_is_in_use, assert_same, store_of
+from kv_models import assert_same, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.loading import Speeds
-from attncache_core.reuse.kv.disk import DiskTier
-from attncache_core.reuse.kv.opening import block_layout
-from attncache_core.reuse.kv.transfer import Loading, Transfers
+from attncache_core.reuse.kv.transfer import Loading
 
 LAYERS = 4
 NEAR = {"rtol": 0, "atol": 1e-4}
@@ -27,27 +25,6 @@ LENGTHS = [(31, 47, 15), (20, 37, 9)]
 def model(tmp_path_factory, request):
     folder = write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
     return loaded(read_checkpoint(folder), request.param)
-
-
-@pytest.fixture
-def open_store(model, tmp_path):
-    """Open stores over one folder, one after the other, as restarts do."""
-    opened = []
-
-    def close():
-        for store in opened:
-            store.transfers.flush()
-            assert_nothing_is_in_use(store)
-            store.close()
-
-    def open_one(memory=2**24):
-        close()
-        disk = DiskTier(tmp_path / "kv", block_layout(model).part_bytes, 2**24)
-        opened[:] = [store_of(model, memory, transfers=Transfers(disk, 1000))]
-        return opened[0]
-
-    yield open_one
-    close()
 
 
 def slow_loading(store, share=0.5):

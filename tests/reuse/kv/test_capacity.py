@@ -29,42 +29,27 @@ def example_plan(**changes):
 )
 def test_a_window_is_as_long_as_the_sessions_that_fit(capacity, session, length):
     assert window_length(capacity, session) == length
+    for nothing in (0, -1):
+        with pytest.raises(ValueError, match="session_bytes"):
+            window_length(capacity, nothing)
 
 
-@pytest.mark.parametrize("session_bytes", [0, -1])
-def test_a_window_of_sessions_without_bytes_is_refused(session_bytes):
-    with pytest.raises(ValueError, match="session_bytes"):
-        window_length(10, session_bytes)
-
-
-def test_a_plan_counts_the_sessions_that_fit():
+def test_a_plan_has_the_sessions_the_ratio_and_the_cost_of_the_paper():
+    plan = example_plan(memory_price=0.0088, disk_price=0.000082)
     # One session: 4096 · 819,200 bytes = 3.355 GB. 128 / 3.355 = 38.1; 10,000 / 3.355 = 2980.2.
-    plan = example_plan()
     assert plan.session_bytes == 3_355_443_200
     assert (plan.memory_sessions, plan.disk_sessions, plan.sessions) == (38, 2980, 3018)
+    assert plan.full_bytes == 3600 * 3_355_443_200
+    assert plan.capacity_ratio == pytest.approx(0.8384, abs=1e-4)
+    assert example_plan(distinct_sessions=0).capacity_ratio is None
+    # 128 GB · $0.0088 + 10,000 GB · $0.000082
+    costs = (plan.memory_cost, plan.disk_cost, plan.cost)
+    assert costs == pytest.approx((1.1264, 0.82, 1.9464))
 
 
 def test_sessions_may_use_what_is_left_of_both_tiers():
     plan = example_plan(bytes_per_token=1, context_window=4, memory_bytes=6, disk_bytes=6)
     assert (plan.memory_sessions, plan.disk_sessions, plan.sessions) == (1, 1, 3)
-
-
-def test_a_plan_compares_its_capacity_with_that_of_all_distinct_sessions():
-    plan = example_plan()
-    assert plan.full_bytes == 3600 * 3_355_443_200
-    assert plan.capacity_ratio == pytest.approx(0.8384, abs=1e-4)
-
-
-def test_a_plan_without_sessions_has_no_ratio():
-    assert example_plan(distinct_sessions=0).capacity_ratio is None
-
-
-def test_a_plan_reports_the_cost_at_the_prices_of_cached_attention():
-    # 128 GB · $0.0088 + 10,000 GB · $0.000082
-    plan = example_plan(memory_price=0.0088, disk_price=0.000082)
-    assert plan.memory_cost == pytest.approx(1.1264)
-    assert plan.disk_cost == pytest.approx(0.82)
-    assert plan.cost == pytest.approx(1.9464)
 
 
 @pytest.mark.parametrize("prices", [{}, {"memory_price": 0.0088}, {"disk_price": 0.000082}])

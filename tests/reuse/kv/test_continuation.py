@@ -1,6 +1,6 @@
 """Batches behind stored keys and values: results, what is computed, and what is stored."""
 
-import threading
+from functools import partial
 from itertools import takewhile
 from unittest import mock
 
@@ -21,12 +21,12 @@ from kv_models import (
     prefix_key,
     random_ids,
     run,
+    run_behind_another,
     store_of,
 )
 
 from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.engine import continued
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
@@ -110,14 +110,6 @@ def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     again = run(model, store, sequences)
     assert (again.report.tokens, again.report.attention_seconds) == (0, 0.0)
     assert_same(model, again.outputs, first.outputs)
-
-
-def test_how_many_tokens_are_computed_depends_on_the_own_salt_only(model):
-    store, ids = store_of(model), random_ids(50)
-    assert run(model, store, [ids], salts=[b"one"]).report.tokens == 50
-    assert run(model, store, [ids], salts=[b"two"]).report.tokens == 50
-    assert run(model, store, [ids], salts=[b"one"]).report.tokens == 0
-    assert run(model, store, [ids, ids], salts=[b"three", b"four"]).report.tokens == 100
 
 
 def test_what_pooling_leaves_out_is_part_of_the_key(model):
@@ -218,32 +210,11 @@ def test_clearing_frees_all_places_even_of_blocks_in_use(model):
 
 def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
     store, prefix = store_of(model), random_ids(48)
-    first, second = prefix + random_ids(5, 1), prefix + random_ids(9, 2)
-    entered, may_go_on, results = threading.Event(), threading.Event(), {}
-    compute = getattr(continued, computed_by(model))
-
-    def slow(*arguments, **more):
-        entered.set()
-        assert may_go_on.wait(10)
-        return compute(*arguments, **more)
-
-    def run_one(name, ids):
-        results[name] = run(model, store, [ids])
-
-    with mock.patch.object(continued, computed_by(model), slow):
-        one = threading.Thread(target=run_one, args=("first", first))
-        one.start()
-        assert entered.wait(10)
-        entered.clear()
-        two = threading.Thread(target=run_one, args=("second", second))
-        two.start()
-        assert not entered.wait(0.1)  # the second batch waits for the first
-        may_go_on.set()
-        one.join()
-        two.join()
-    assert results["first"].report.tokens == len(first)
-    assert results["second"].report.tokens == 9
-    assert_same(model, results["second"].outputs, plain(model, [second]).outputs)
+    sequences = [prefix + random_ids(5, 1), prefix + random_ids(9, 2)]
+    first, second = run_behind_another(model, *(partial(run, model, store, [ids]) for ids in sequences))
+    assert first.report.tokens == len(sequences[0])
+    assert second.report.tokens == 9
+    assert_same(model, second.outputs, plain(model, sequences[1:]).outputs)
 
 
 def test_a_batch_does_not_wait_for_ever(model, monkeypatch):

@@ -67,38 +67,22 @@ def test_fifo_shows_beladys_anomaly(places, faults):
     assert page_faults(Fifo(), [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5], places) == faults
 
 
-def test_a_use_makes_an_item_young_for_lru_only():
-    lru, fifo = holding(Lru, "abc"), holding(Fifo, "abc")
+@pytest.mark.parametrize("upcoming", ["", "a"], ids=["no queue", "a queue that both ignore"])
+def test_a_use_makes_an_item_young_for_lru_only(upcoming):
+    lru, fifo = (holding(policy, "abc", upcoming) for policy in (Lru, Fifo))
     for policy in (lru, fifo):
         policy.used("a")
     assert eviction_order(lru) == ["b", "c", "a"]
     assert eviction_order(fifo) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("policy_class", [Lru, Fifo])
-def test_policies_of_the_past_ignore_the_queue(policy_class):
-    assert eviction_order(holding(policy_class, "abc", upcoming="a")) == ["a", "b", "c"]
-
-
-def test_look_ahead_evicts_the_oldest_item_outside_and_then_the_tail_of_the_window():
-    policy = holding(LookAhead, "abcdef", upcoming="cxab")
-    policy.used("d")
-    assert eviction_order(policy) == ["e", "f", "d", "b", "a", "c"]
-
-
-@pytest.mark.parametrize("policy_class", EVICTION.values())
-@pytest.mark.parametrize("upcoming", ["", "ab"])
-def test_an_unknown_item_is_refused(policy_class, upcoming):
-    policy = holding(policy_class, "a", upcoming)
-    for call in (policy.used, policy.removed):
-        with pytest.raises(KeyError):
-            call("b")
-
-
 @pytest.mark.parametrize("policy_class", EVICTION.values())
 @pytest.mark.parametrize("upcoming", ["", "ba"])
-def test_adding_an_item_again_changes_nothing(policy_class, upcoming):
+def test_an_unknown_item_is_refused_and_a_known_one_is_added_once(policy_class, upcoming):
     policy, again = (holding(policy_class, "abc", upcoming) for _ in range(2))
+    for call in (again.used, again.removed):
+        with pytest.raises(KeyError):
+            call("d")
     again.added("a")
     assert eviction_order(again) == eviction_order(policy)
 
@@ -176,14 +160,11 @@ def test_figure_9_fetches_job_3_and_gives_job_4_the_place_of_job_9(eviction_wind
     ]
 
 
-def test_figure_9_finds_the_items_of_the_next_jobs_in_memory():
+def test_figure_9_finds_the_items_of_the_next_jobs_in_memory_and_lru_on_disk():
     until_job_4 = FIGURE_9_JOBS[: JOB_1 + 4]
     result = replay(until_job_4, 2, 4, LookAhead, prefetch_window=2, eviction_window=6)
     assert (result.memory_hits, result.disk_hits, result.misses) == (3, 0, JOB_1 + 1)
-
-
-def test_lru_finds_the_items_of_figure_9_on_disk():
-    result = replay(FIGURE_9_JOBS[: JOB_1 + 4], 2, 4, Lru, prefetch_window=0, eviction_window=0)
+    result = replay(until_job_4, 2, 4, Lru, prefetch_window=0, eviction_window=0)
     # Job 1 moves item 2 to the full disk, and item 3, the oldest item there, leaves the store.
     assert Event(JOB_1, Action.DROP, 3) in result.events
     assert (result.memory_hits, result.disk_hits, result.misses) == (0, 2, JOB_1 + 2)
@@ -268,27 +249,16 @@ def replay_with_paper_windows(jobs, name, eviction_window=9):
     )
 
 
-def total(results, field):
-    return sum(getattr(result, field) for result in results)
-
-
-@pytest.fixture(scope="module")
-def busy_results():
+def test_look_ahead_hits_more_often_on_session_traces_and_more_of_it_in_memory():
     traces = [session_trace(seed, service_seconds=0.3) for seed in range(20)]
-    return {name: [replay_with_paper_windows(jobs, name) for jobs in traces] for name in EVICTION}
-
-
-@pytest.mark.parametrize("baseline", ["lru", "fifo"])
-def test_look_ahead_hits_more_often_on_session_traces(busy_results, baseline):
-    assert total(busy_results["look-ahead"], "hits") > total(busy_results[baseline], "hits")
-
-
-@pytest.mark.parametrize("baseline", ["lru", "fifo"])
-def test_look_ahead_finds_a_larger_share_of_its_hits_in_memory(busy_results, baseline):
-    def memory_share(results):
-        return total(results, "memory_hits") / total(results, "hits")
-
-    assert memory_share(busy_results["look-ahead"]) > memory_share(busy_results[baseline])
+    hits, memory_share = {}, {}
+    for name in EVICTION:
+        results = [replay_with_paper_windows(jobs, name) for jobs in traces]
+        hits[name] = sum(result.hits for result in results)
+        memory_share[name] = sum(result.memory_hits for result in results) / hits[name]
+    for baseline in ("lru", "fifo"):
+        assert hits["look-ahead"] > hits[baseline]
+        assert memory_share["look-ahead"] > memory_share[baseline]
 
 
 @pytest.mark.parametrize("seed", range(10))

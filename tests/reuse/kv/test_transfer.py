@@ -19,23 +19,6 @@ from attncache_core.reuse.kv.transfer import Transfers
 LAYERS = 3
 
 
-@pytest.fixture
-def open_store(model, tmp_path):
-    """Open stores over one folder, one after the other, as restarts do."""
-    opened = []
-
-    def open_one(memory=2**24, buffer=1000, most=2**24, **more):
-        for store in opened:
-            store.close()
-        disk = DiskTier(tmp_path / "kv", block_layout(model).part_bytes, most)
-        opened[:] = [store_of(model, memory, transfers=Transfers(disk, buffer), **more)]
-        return opened[0]
-
-    yield open_one
-    for store in opened:
-        store.close()
-
-
 def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, open_store):
     sequences = [random_ids(70), random_ids(70)[:40] + random_ids(5, 1), random_ids(9, 2)]
     store, expected = open_store(), plain(model, sequences).outputs
@@ -87,12 +70,18 @@ def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
     assert_same(model, found.outputs, plain(model, [ids + new]).outputs)
 
 
-def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
-    store, may_write = open_store(), threading.Event()
-    write = DiskTier.write
+@pytest.fixture
+def may_write(monkeypatch):
+    """An event without which no block is written."""
+    event, write = threading.Event(), DiskTier.write
     monkeypatch.setattr(
-        DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
+        DiskTier, "write", lambda *arguments, **more: event.wait(10) and write(*arguments, **more)
     )
+    return event
+
+
+def test_the_answer_leaves_before_the_save_ends(model, open_store, may_write):
+    store = open_store()
     ids = random_ids(50)
     run(model, store, [ids])  # is the answer
     assert not store.transfers.disk.contains(prefix_key(ids).names[0].key)
@@ -101,12 +90,8 @@ def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
     assert all(store.transfers.disk.contains(name.key) for name in prefix_key(ids).names)
 
 
-def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, open_store, monkeypatch):
-    store, may_write = open_store(buffer=2), threading.Event()
-    write = DiskTier.write
-    monkeypatch.setattr(
-        DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
-    )
+def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, open_store, may_write):
+    store = open_store(buffer=2)
     expected = plain(model, [random_ids(160)]).outputs
     assert_same(model, run(model, store, [random_ids(160)]).outputs, expected)
     assert 7 <= store.transfers.counts.dropped_writes <= 8  # the thread may have taken one block already

@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_ids, run, store_of
 
 from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.models import load_model
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama):
-    return pooled_by(load_model(read_checkpoint(tiny_llama), torch.float32), "lasttoken")
+def model(model):
+    return pooled_by(model, "lasttoken")
 
 
 def slots_of(store, sequence):
