@@ -21,6 +21,8 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.text.prompts import Frame
+from attncache_core.text.segments import segmented
 
 OPENING = [0]
 
@@ -71,6 +73,19 @@ def random_chunks(lengths, query, seed=0):
     random = np.random.default_rng(seed)
     *chunks, last = (random.integers(3, 400, length).tolist() for length in (*lengths, query))
     return chunks, last
+
+
+def prompt(lengths, query, opening=OPENING, separator=(), heading=()):
+    """A sequence of random chunks, each behind a heading and in front of a separator, and a query."""
+    chunks, last = random_chunks(lengths, query, sum(lengths))
+    frame = Frame(list(opening), [], room=10**6, opening=len(opening))
+    return segmented(frame, chunks, last, separator, [heading] * len(chunks))
+
+
+@torch.inference_mode()
+def run_prompt(model, store, found, ratio, **more):
+    blend = Blend.of(key_values(store), *found, b"", Recomputation(ratio, **more))
+    return run_blended(model, store, PrefillRequest(found.ids, False, blend=blend))
 
 
 class LayerRun(NamedTuple):
@@ -161,3 +176,12 @@ def keys_and_values(folder, ids, layer):
         projection.register_forward_hook(lambda _module, _inputs, output: made.append(output[0]))
     hf(torch.tensor([ids]))
     return torch.cat(made, dim=1).numpy()
+
+
+@torch.inference_mode()
+def full_log_probabilities(folder, ids, targets) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    found = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [float(found[-1 - target.back, target.token]) for target in targets]

@@ -7,20 +7,23 @@ import pytest
 import torch
 from blends import (
     OPENING,
+    full_log_probabilities,
     joined,
     key_values,
     keys_and_values,
+    loaded,
     noted_layers,
     own_full_pass,
+    prompt,
     random_chunks,
     run_chunks,
+    run_prompt,
     run_share,
 )
 from core_decoders import write_llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_models import store_of
-from transformers import AutoModelForCausalLM
+from kv_models import pooled_by, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended
@@ -32,7 +35,6 @@ from attncache_core.text.prompts import SequencePlan, Target
 from benchmarks.papers.blending import RandomTokens
 
 LAYERS = 6  # behind the check layer's step of two layers, there is a step of three layers
-EXECUTORS = ["stack", "plain"]
 
 
 @pytest.fixture(scope="module")
@@ -40,50 +42,43 @@ def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
 
 
-@pytest.fixture(scope="module")
-def models(folder):
-    checkpoint = read_checkpoint(folder).adapted(label_logits=True, labels=("a", "b"))
-    found = {name: load_model(checkpoint, torch.float32) for name in EXECUTORS}
-    found["plain"].__dict__["stack"] = None
-    return found
-
-
-@pytest.fixture(scope="module", params=EXECUTORS)
-def model(models, request):
-    if request.param == "stack" and models["stack"].stack is None:
-        pytest.skip("there is no compiled stack")
-    return models[request.param]
+@pytest.fixture(scope="module", params=["stack", "plain"])
+def model(folder, request):
+    return loaded(read_checkpoint(folder).adapted(label_logits=True, labels=("a", "b")), request.param)
 
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
-@pytest.fixture(scope="module")
-def expected_deviations(folder):
-    """How far the keys and values of each chunk alone are from those of a full pass, of each token."""
-    chunks, query = random_chunks((20, 37, 9, 30), 7)
-    ids, spans = joined(chunks, query)
-    full = keys_and_values(folder, ids, 1)
-    expected = np.full(len(ids), np.nan)
-    for (first, end), chunk in zip(spans[1:], chunks[1:], strict=True):
-        alone = keys_and_values(folder, [*OPENING, *chunk], 1)[len(OPENING) :]
-        expected[first:end] = ((full[first:end] - alone) ** 2).sum(axis=1)
-    return expected
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.7])
-def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, expected_deviations, ratio):
-    chunks, query = random_chunks((20, 37, 9, 30), 7)
-    (ids, spans), expected = joined(chunks, query), expected_deviations
-    recomputation = Recomputation(ratio)
+@pytest.mark.parametrize(
+    ("ratio", "separator", "heading", "first_tokens"),
+    [
+        (0.1, [], [], 0),
+        (0.4, [], [], 0),
+        (0.7, [], [], 0),
+        (0.3, [5, 6, 7], [8], 0),
+        (0.3, [5, 6, 7], [8], 2),
+    ],
+)
+def test_tokens_that_deviate_most_from_a_full_pass_are_picked(
+    model, folder, ratio, separator, heading, first_tokens
+):
+    found = prompt((20, 37, 9, 30), 7, separator=separator, heading=heading)
+    full = keys_and_values(folder, found.ids, 1)
+    deviations = np.full(len(found.ids), np.nan)
+    for first, end in found.spans[1:]:
+        alone = keys_and_values(folder, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
+        distances = ((full[first:end] - alone) ** 2).sum(axis=1)
+        deviations[first + first_tokens : end] = distances[first_tokens:]
     with noted_layers() as noted:
-        found = run_chunks(model, store_of(model), chunks, query, recomputation).blends[0].deviations
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-    given_tokens = range(spans[1][0], spans[-1][1])
-    count = recomputation.counts(len(given_tokens), LAYERS)[1]
-    best = sorted(given_tokens, key=lambda token: -expected[token])[:count]
+        result = run_prompt(model, store_of(model), found, ratio, first_tokens=first_tokens)
+    np.testing.assert_allclose(result.blends[0].deviations, deviations, rtol=1e-3, atol=1e-4)
+    free = np.flatnonzero(~np.isnan(deviations))
+    count = Recomputation(ratio).counts(len(free), LAYERS)[1]
+    best = free[np.argsort(-deviations[free])[:count]]
+    forced = {*range(found.spans[0][1], len(found.ids))} - {*free.tolist()}
     checked = next(run for run in noted if run.layer == 1 and not run.only_slots)
-    assert checked.rows == sorted([*best, *range(spans[-1][1], len(ids))])
+    assert checked.rows == sorted(forced | {*best.tolist()})
 
 
 def test_later_steps_pick_those_whose_keys_and_values_moved_most(model, monkeypatch):
@@ -185,33 +180,24 @@ def slots_of_layer_0(model, chunks, query):
         yield alone[len(OPENING) : len(OPENING) + len(chunk)], slots(whole)[first:end]
 
 
-def error(model, seed, recomputation):
-    chunks, query = random_chunks((20 + seed, 25, 30 - seed), 5, seed)
-    found = run_chunks(model, store_of(model), chunks, query, recomputation).outputs[0]
-    expected = own_full_pass(model, store_of(model), joined(chunks, query)[0])
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+def test_on_average_choosing_by_deviation_errs_less_than_choosing_at_random(folder):
+    """And the error falls with the share that is computed again."""
+    model = pooled_by(load_model(read_checkpoint(folder), torch.float32), "lasttoken")
 
+    def error(seed, recomputation):
+        chunks, query = random_chunks((20 + seed, 25, 30 - seed), 5, seed)
+        found = run_chunks(model, store_of(model), chunks, query, recomputation).outputs[0]
+        expected = own_full_pass(model, store_of(model), joined(chunks, query)[0])
+        return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
-SEEDS = range(24)
+    def mean_error(recomputation):
+        return np.mean([error(seed, recomputation) for seed in range(24)])
 
-
-def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models):
-    model = models["stack"]
-    means = [
-        np.mean([error(model, seed, Recomputation(ratio)) for seed in SEEDS])
-        for ratio in (0, 0.15, 0.4, 0.75, 1)
-    ]
-    assert all(other < one for one, other in pairwise(means))
-    assert means[-1] < 1e-4 < means[0]
-
-
-@pytest.mark.parametrize("ratio", [0.3, 0.4])  # at smaller ones, all answers of random weights are far off
-def test_on_average_choosing_by_deviation_errs_less_than_choosing_at_random(models, ratio):
-    model = models["stack"]
-    by_deviation, at_random = (
-        np.mean([error(model, seed, kind(ratio)) for seed in SEEDS]) for kind in (Recomputation, RandomTokens)
-    )
-    assert by_deviation < at_random
+    means = {ratio: mean_error(Recomputation(ratio)) for ratio in (0, 0.15, 0.3, 0.4, 0.75, 1)}
+    assert all(other < one for one, other in pairwise(means.values()))
+    assert means[1] < 1e-4 < means[0]
+    for ratio in (0.3, 0.4):  # at smaller ones, all answers of random weights are far off
+        assert means[ratio] < mean_error(RandomTokens(ratio))
 
 
 @settings(max_examples=12)
@@ -275,9 +261,6 @@ def test_targets_have_the_log_probabilities_of_the_full_model(model, folder):
     targets = (Target(0, 5), Target(0, 17), Target(len(query) - 1, 300), Target(3, 5))
     plan = SequencePlan(0, targets=targets)
     found = run_chunks(model, store_of(model), chunks, query, Recomputation(1.0), plan=plan)
-    hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    with torch.inference_mode():
-        logits = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(logits[-1 - target.back, target.token]) for target in targets]
+    expected = full_log_probabilities(folder, ids, targets)
     np.testing.assert_allclose(found.log_probabilities[0], expected, rtol=0, atol=1e-3)
     assert found.finite.all()

@@ -6,43 +6,30 @@ import torch
 from blends import (
     OPENING,
     apart,
+    full_log_probabilities,
     full_state,
     joined,
     key_values,
-    keys_and_values,
     noted_layers,
+    prompt,
     random_chunks,
+    run_prompt,
     run_share,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import assert_nothing_is_in_use, store_of
-from transformers import AutoModelForCausalLM
 
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
-from attncache_core.text.prompts import Frame, SequencePlan, Target
-from attncache_core.text.segments import segmented
+from attncache_core.text.prompts import SequencePlan, Target
 
 LAYERS = 3
 NEAR = {"rtol": 0, "atol": 1e-4}  # float32 sums in another order
 LONG_OPENING = [0, *range(5, 5 + BLOCK_TOKENS)]  # longer than a block
-
-
-def prompt(lengths, query, opening=OPENING, separator=(), heading=()):
-    """A sequence of random chunks, each behind a heading and in front of a separator, and a query."""
-    chunks, last = random_chunks(lengths, query, sum(lengths))
-    frame = Frame(list(opening), [], room=10**6, opening=len(opening))
-    return segmented(frame, chunks, last, separator, [heading] * len(chunks))
-
-
-@torch.inference_mode()
-def run_prompt(model, store, found, ratio, **more):
-    blend = Blend.of(key_values(store), *found, b"", Recomputation(ratio, **more))
-    return run_blended(model, store, PrefillRequest(found.ids, False, blend=blend))
 
 
 openings = st.sampled_from([[], [0], [0, 1], LONG_OPENING])
@@ -85,28 +72,6 @@ def in_spans(found, place):
 def test_recomputing_everything_is_the_full_pass_whatever_stands_between_chunks(model, tiny_llama, found):
     result = run_prompt(model, store_of(model), found, 1.0)
     np.testing.assert_allclose(result.outputs[0], full_state(tiny_llama, found.ids), **NEAR)
-
-
-@pytest.mark.parametrize("first_tokens", [0, 2])
-def test_tokens_that_deviate_most_are_picked_among_tokens_that_are_computed_in_any_case(
-    model, tiny_llama, first_tokens
-):
-    found = prompt((20, 37, 9, 30), 7, separator=[5, 6, 7], heading=[8])
-    full = keys_and_values(tiny_llama, found.ids, 1)
-    deviations = np.full(len(found.ids), np.nan)
-    for first, end in found.spans[1:]:
-        alone = keys_and_values(tiny_llama, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
-        distances = ((full[first:end] - alone) ** 2).sum(axis=1)
-        deviations[first + first_tokens : end] = distances[first_tokens:]
-    with noted_layers() as noted:
-        result = run_prompt(model, store_of(model), found, 0.3, first_tokens=first_tokens)
-    np.testing.assert_allclose(result.blends[0].deviations, deviations, rtol=1e-3, atol=1e-4)
-    free = np.flatnonzero(~np.isnan(deviations))
-    count = Recomputation(0.3).counts(len(free), LAYERS)[1]
-    best = free[np.argsort(-deviations[free])[:count]]
-    forced = {*range(found.spans[0][1], len(found.ids))} - {*free.tolist()}
-    checked = next(run for run in noted if run.layer == 1 and not run.only_slots)
-    assert checked.rows == sorted(forced | {*best.tolist()})
 
 
 @given(found=prompts, ratio=st.floats(0, 1))
@@ -158,13 +123,6 @@ def test_a_chunk_that_extends_a_stored_chunk_computes_and_stores_its_new_tokens(
         assert report.rows == (len(query),) * LAYERS
 
 
-@torch.inference_mode()
-def log_probabilities(folder, ids, targets):
-    hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    found = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return [float(found[-1 - target.back, target.token]) for target in targets]
-
-
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize("stored", [1, 15, 26], ids="{} tokens behind the chunks".format)
 def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
@@ -183,6 +141,6 @@ def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
         found = run_blended(model, store, PrefillRequest(ids, False, plan, prefix_key, blend=blend))
     assert found.blends[0].exact_tokens == spans[-1][1] + stored
     assert found.blends[0].rows == (30 - stored,) * LAYERS
-    expected = log_probabilities(tiny_llama, ids, plan.targets)
+    expected = full_log_probabilities(tiny_llama, ids, plan.targets)
     np.testing.assert_allclose(found.log_probabilities[0], expected, rtol=0, atol=1e-3)
     np.testing.assert_allclose(found.outputs, run_share(model, store, chunks, query, 1.0).outputs, **NEAR)

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -19,10 +20,10 @@ from blends import (
     run_share,
 )
 from core_models import damage_weights
-from kv_models import assert_nothing_is_in_use, computed_by, run, store_of
+from kv_models import assert_nothing_is_in_use, assert_same, run, run_behind_another, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.engine import blended, continued
+from attncache_core.engine import blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
@@ -62,10 +63,7 @@ def test_what_else_was_in_the_batch_that_stored_a_chunk_changes_nothing(model):
     expected = run_share(model, together, chunks, query, 0.3)
     found = run_share(model, one_by_one, chunks, query, 0.3)
     assert found.blends[0].computed_tokens == 0
-    if model.stack:
-        assert np.array_equal(found.outputs, expected.outputs)
-    else:
-        np.testing.assert_allclose(found.outputs, expected.outputs, **NEAR)
+    assert_same(model, found.outputs, expected.outputs)
 
 
 def test_chunks_that_are_computed_do_not_push_out_stored_chunks_of_the_same_prompt(model):
@@ -130,11 +128,7 @@ def test_blended_states_never_enter_the_store(model, store, ratio, whole):
         assert store.lookup(key_values(store).whole(ids, b"")).memory == len(OPENING) + 20
     exact = run_exactly(model, store, ids)
     assert exact.cached_tokens.tolist() == [len(OPENING) + 20]
-    expected = own_full_pass(model, store, ids)
-    if model.stack:
-        assert np.array_equal(exact.outputs[0], expected)
-    else:
-        np.testing.assert_allclose(exact.outputs[0], expected, **NEAR)
+    assert_same(model, exact.outputs[0], own_full_pass(model, store, ids))
 
 
 def test_a_longer_beginning_that_is_stored_exactly_is_used(model, store):
@@ -172,17 +166,7 @@ def test_where_the_whole_sequence_is_stored_exactly_only_the_last_token_is_compu
     np.testing.assert_allclose(found.outputs[0], own_full_pass(model, store, ids), **NEAR)
 
 
-def test_without_memory_every_token_is_computed_in_its_context(model):
-    chunks, query = random_chunks((20, 37, 9), 7)
-    ids, _ = joined(chunks, query)
-    store = store_of(model, memory=0)
-    found = run_share(model, store, chunks, query, 0.0)
-    assert found.blends[0].rows == (len(ids),) * LAYERS
-    assert found.blends[0].exact_tokens == 0
-    np.testing.assert_allclose(found.outputs[0], own_full_pass(model, store, ids), **NEAR)
-
-
-@pytest.mark.parametrize("places", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("places", range(6))
 def test_tokens_that_memory_has_no_room_for_are_computed_in_every_layer(model, places):
     chunks, query = random_chunks((20, 37, 9), 7)
     ids, spans = joined(chunks, query)
@@ -205,8 +189,9 @@ def test_tokens_that_memory_has_no_room_for_are_computed_in_every_layer(model, p
         assert all({*run.rows} >= missing for run in noted)
         if ratio == 0:
             assert all({*run.rows} == missing for run in noted)
-        if ratio == 1:
+        if ratio == 1 or not places:
             np.testing.assert_allclose(found.outputs[0], own_full_pass(model, store, ids), **NEAR)
+        assert places or (found.blends[0].exact_tokens, missing) == (0, {*range(len(ids))})
         assert np.isfinite(found.outputs).all()
         assert_nothing_is_in_use(store)
 
@@ -226,34 +211,12 @@ def test_weights_that_are_not_numbers_make_the_answer_not_finite(tiny_llama, tmp
     assert_nothing_is_in_use(store)
 
 
-def test_two_requests_at_once_with_the_same_new_chunks_compute_them_once(model, store, monkeypatch):
+def test_two_requests_at_once_with_the_same_new_chunks_compute_them_once(model, store):
     chunks, query = random_chunks((20, 37, 9), 7)
     expected = run_share(model, store_of(model), chunks, query, 0.3)
-    entered, may_go_on, results = threading.Event(), threading.Event(), {}
-    computing = computed_by(model)
-    compute = getattr(continued, computing)
-
-    def slow(*arguments, **more):
-        entered.set()
-        assert may_go_on.wait(10)
-        return compute(*arguments, **more)
-
-    def blend(name):
-        results[name] = run_share(model, store, chunks, query, 0.3)
-
-    monkeypatch.setattr(continued, computing, slow)
-    one, two = (threading.Thread(target=blend, args=(name,)) for name in ("one", "two"))
-    one.start()
-    assert entered.wait(10)
-    entered.clear()
-    two.start()
-    assert not entered.wait(0.1)  # the second request waits for the first
-    may_go_on.set()
-    one.join()
-    two.join()
-    for found in results.values():
-        assert np.array_equal(found.outputs, expected.outputs)
-    computed = sum(found.blends[0].computed_tokens for found in results.values())
+    found = run_behind_another(model, *[partial(run_share, model, store, chunks, query, 0.3)] * 2)
+    assert all(np.array_equal(result.outputs, expected.outputs) for result in found)
+    computed = sum(result.blends[0].computed_tokens for result in found)
     assert computed == expected.blends[0].computed_tokens
 
 
