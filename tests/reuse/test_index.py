@@ -45,16 +45,6 @@ def brute_force(stored: np.ndarray, asked: np.ndarray) -> tuple[np.ndarray, np.n
     return distances.argmin(axis=1), distances.min(axis=1)
 
 
-def test_vectors_can_be_read_unless_they_are_compressed():
-    index, recorded = FeatureIndex(), vectors(700)
-    index.add(9, recorded)
-    index.add(10, recorded, exact_below=COMPRESSED)
-    np.testing.assert_array_equal(index.vectors(9), recorded)
-    assert index.vectors(10) is None
-    assert index.vectors(11) is None
-    assert [index.is_compressed(length) for length in (9, 10, 11)] == [False, True, False]
-
-
 @pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
 @settings(max_examples=50, deadline=None)
 @given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=60))
@@ -105,6 +95,7 @@ def test_compressed_search_misses_at_most_one_nearest_vector_and_gives_exact_dis
     index = FeatureIndex()
     index.add(9, recorded, COMPRESSED)
     assert not is_exact(index, 9)
+    assert (index.vectors(9), index.is_compressed(9)) == (None, True)
     found, distances = index.nearest(9, queries)
     expected, expected_distances = brute_force(recorded, queries)
     assert (found != expected).sum() <= 1
@@ -158,6 +149,8 @@ def test_nearest_is_the_brute_force_nearest_of_the_length(sizes, asked):
     for length, size in sizes.items():
         assert length in index
         assert index.size(length) == size
+        assert not index.is_compressed(length)
+        np.testing.assert_array_equal(index.vectors(length), vectors(size, seed=length))
         # Vectors of another length are never found, even if they are nearer.
         queries = vectors(asked, seed=max(sizes))
         found, distances = index.nearest(length, queries)
@@ -165,6 +158,7 @@ def test_nearest_is_the_brute_force_nearest_of_the_length(sizes, asked):
         assert found.tolist() == expected.tolist()
         np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
     assert 100 not in index
+    assert (index.vectors(100), index.is_compressed(100)) == (None, False)
 
 
 @settings(max_examples=20, deadline=None)

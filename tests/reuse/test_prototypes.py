@@ -1,6 +1,5 @@
 """The index of synthetic records finds what brute force finds, before and after it was saved and loaded."""
 
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncache_core.errors import CorruptDatabase
+from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -56,35 +56,6 @@ def test_nearest_record_is_the_brute_force_nearest_in_any_batch(index, length, c
 
 
 @given(indexes())
-def test_a_synthetic_record_finds_itself_at_distance_zero(index):
-    for length, kind in product(index.means, SYNTHETIC):
-        features, kinds, of_length = index.of_length(length)
-        records, distances = index.nearest(kind, length, features[kinds == kind])
-        assert records.tolist() == of_length[kinds == kind].tolist()
-        assert distances.tolist() == [0.0] * len(records)
-
-
-@given(indexes())
-def test_every_length_with_synthetic_records_has_one_mean(index):
-    assert index.means == {length: 10 * length for length in range(1, 10) if length in index.lengths.tolist()}
-    assert [length for length in range(1, 10) if length in index] == list(index.means)
-
-
-@given(indexes(), st.integers(0, 10))
-def test_records_of_a_length_are_all_records_of_this_length(index, length):
-    of_length = index.lengths == length
-    for found, every in zip(
-        index.of_length(length), (index.features, index.kinds, index.records), strict=True
-    ):
-        np.testing.assert_array_equal(found, every[of_length])
-
-
-@given(indexes())
-def test_counts_are_the_numbers_of_records_of_each_length(index):
-    assert index.counts() == {length: index.lengths.tolist().count(length) for length in index.lengths}
-
-
-@given(indexes())
 def test_loaded_index_equals_the_written_index(index):
     with TemporaryDirectory() as folder:
         prototypes_path(Path(folder)).write_bytes(index.to_bytes())
@@ -94,25 +65,40 @@ def test_loaded_index_equals_the_written_index(index):
         assert getattr(again, name).dtype == getattr(index, name).dtype
 
 
-@pytest.mark.parametrize("cut", [0, 7, -1], ids=["empty", "a few bytes", "all but one byte"])
-def test_truncated_file_is_corrupt(tmp_path, cut):
-    index = PrototypeIndex(vectors(3), np.array([5, 5, 6]), np.array([1, 2, 0]), np.array([2, 1, 2]))
-    prototypes_path(tmp_path).write_bytes(index.to_bytes()[:cut])
+@given(indexes())
+def test_a_length_has_all_its_records_one_mean_and_each_finds_itself_at_distance_zero(index):
+    assert index.means == {length: 10 * length for length in range(1, 10) if length in index.lengths.tolist()}
+    for length in range(11):
+        of_length = index.lengths == length
+        assert (length in index) == of_length.any()
+        assert index.counts().get(length, 0) == of_length.sum()
+        features, kinds, records = index.of_length(length)
+        np.testing.assert_array_equal(features, index.features[of_length])
+        np.testing.assert_array_equal(kinds, index.kinds[of_length])
+        np.testing.assert_array_equal(records, index.records[of_length])
+        for kind in SYNTHETIC if of_length.any() else ():
+            found, distances = index.nearest(kind, length, features[kinds == kind])
+            assert found.tolist() == records[kinds == kind].tolist()
+            assert distances.tolist() == [0.0] * len(found)
+
+
+def index_with(kind) -> bytes:
+    kinds = np.array([2, 1, kind])
+    return PrototypeIndex(vectors(3), np.array([5, 5, 6]), np.array([1, 2, 0]), kinds).to_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(index_with(RecordKind.MEAN)[:cut] for cut in (0, 7, -1)),
+        *(index_with(kind) for kind in (-1, RecordKind.STORED, 3)),  # kinds that are not synthetic
+        FeatureProjector(4, 4).to_bytes(),  # other tensors
+        None,  # no file
+    ],
+    ids=range(8),
+)
+def test_damaged_file_is_corrupt(tmp_path, content):
+    if content is not None:
+        prototypes_path(tmp_path).write_bytes(content)
     with pytest.raises(CorruptDatabase, match=r"prototypes\.safetensors cannot be read"):
-        PrototypeIndex.load(prototypes_path(tmp_path))
-
-
-def test_missing_file_and_file_with_other_tensors_are_corrupt(tmp_path, tiny_database):
-    with pytest.raises(CorruptDatabase):
-        PrototypeIndex.load(prototypes_path(tmp_path))
-    prototypes_path(tmp_path).write_bytes((tiny_database / "projector.safetensors").read_bytes())
-    with pytest.raises(CorruptDatabase):
-        PrototypeIndex.load(prototypes_path(tmp_path))
-
-
-@pytest.mark.parametrize("kind", [-1, RecordKind.STORED, 3])
-def test_file_with_a_record_that_is_not_synthetic_is_corrupt(tmp_path, kind):
-    index = PrototypeIndex(vectors(2), np.array([5, 5]), np.array([1, 2]), np.array([2, kind]))
-    prototypes_path(tmp_path).write_bytes(index.to_bytes())
-    with pytest.raises(CorruptDatabase):
         PrototypeIndex.load(prototypes_path(tmp_path))

@@ -8,6 +8,7 @@ import json
 import shutil
 import struct
 import zlib
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -38,18 +39,14 @@ HEADER = struct.Struct("<8sIIQQ16sI16s32s")
 CHECKSUM, DATABASE, MODEL = 6, 7, 8  # fields of the header
 
 
-def build(engine, corpus, folder: Path) -> Path:
-    build_database(
-        engine, corpus, folder, BuildOptions(heads="all", threshold=0.0, prototypes=4, training_steps=10)
-    )
-    return folder
-
-
 @pytest.fixture(scope="module")
 def twins(tiny_engine, tiny_corpus, tmp_path_factory):
     """Two databases of the same corpus and model."""
-    folder = tmp_path_factory.mktemp("twins")
-    return [build(tiny_engine, tiny_corpus, folder / name) for name in ("a.db", "b.db")]
+    parent = tmp_path_factory.mktemp("twins")
+    options = BuildOptions(heads="all", threshold=0.0, prototypes=4, training_steps=10)
+    for name in ("a.db", "b.db"):
+        build_database(tiny_engine, tiny_corpus, parent / name, options)
+    return [parent / "a.db", parent / "b.db"]
 
 
 @pytest.fixture
@@ -62,19 +59,15 @@ def segment(folder: Path, length: int = 7) -> Path:
     return folder / "maps" / f"{length:05d}.maps"
 
 
-def head_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()[:RECORDS_START]).hexdigest()
-
-
 def adopt(folder: Path, *paths: Path) -> None:
     """Write the current digests of these files to the manifest."""
     manifest = folder / "manifest.json"
     content = json.loads(manifest.read_text(encoding="utf-8"))
     for path in paths:
-        is_segment = path.suffix == ".maps"
-        digest = head_digest(path) if is_segment else hashlib.sha256(path.read_bytes()).hexdigest()
+        # Of a segment, the header and the record table.
+        sealed = path.read_bytes()[: RECORDS_START if path.suffix == ".maps" else None]
         assert str(path.relative_to(folder)) in content["files"]
-        content["files"][str(path.relative_to(folder))] = digest
+        content["files"][str(path.relative_to(folder))] = hashlib.sha256(sealed).hexdigest()
     manifest.write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -112,35 +105,26 @@ def test_twins_have_different_ids_and_equal_maps(twins):
     assert records[0] == records[1]
 
 
-def test_segment_of_another_database_is_refused_even_with_equal_model_corpus_and_size(folder, twins):
-    shutil.copyfile(segment(twins[1]), segment(folder))
-    assert "00007.maps belongs to another database" in refusal(folder)
-
-
-def test_segment_of_another_database_is_refused_even_if_all_digests_fit(folder, twins):
+def test_segment_of_another_database_or_model_is_refused_even_if_all_digests_fit(folder, twins):
     content = segment(folder).read_bytes()
     shutil.copyfile(segment(twins[1]), segment(folder))
+    assert "00007.maps belongs to another database" in refusal(folder)
     change_table(segment(folder), content[TABLE])
     adopt(folder, segment(folder))
     assert segment(folder).read_bytes()[HEADER.size :] == content[HEADER.size :]
     assert "00007.maps belongs to another database" in refusal(folder)
-
-
-def test_segment_of_another_model_is_refused_even_if_all_digests_fit(folder):
+    segment(folder).write_bytes(content)
     change_header(segment(folder), MODEL, bytes(32))
     adopt(folder, segment(folder))
     assert "00007.maps holds maps of another model" in refusal(folder)
 
 
-def test_key_of_another_database_is_refused(folder, twins):
+def test_key_of_another_database_or_size_is_refused(folder, twins):
     shutil.copyfile(twins[1] / "key", folder / "key")
     assert f"manifest.json and {folder}/key are of two databases" in refusal(folder)
-
-
-@pytest.mark.parametrize("content", [b"", bytes(31), bytes(33)], ids=len)
-def test_key_of_another_size_is_refused(folder, content):
-    (folder / "key").write_bytes(content)
-    assert "key has" in refusal(folder)
+    for size in (0, 31, 33):
+        (folder / "key").write_bytes(bytes(size))
+        assert "key has" in refusal(folder)
 
 
 def test_changed_record_table_is_refused_even_if_its_checksum_fits(folder):
@@ -183,16 +167,9 @@ def test_two_records_of_one_text_are_found(folder):
 # Parts that are valid on their own and do not fit each other.
 
 
-def other_dimensions_in_an_index(folder: Path) -> Path:
+def index_of(folder: Path, vectors: int, dimensions: int) -> Path:
     index = FeatureIndex()
-    index.add(7, np.zeros((RECORDS, 64), np.float32))
-    (path,) = index.write(folder)
-    return path
-
-
-def fewer_vectors_in_an_index(folder: Path) -> Path:
-    index = FeatureIndex()
-    index.add(7, np.zeros((RECORDS - 1, 128), np.float32))
+    index.add(7, np.zeros((vectors, dimensions), np.float32))
     (path,) = index.write(folder)
     return path
 
@@ -201,59 +178,35 @@ def changed_prototypes(folder: Path, **changes) -> Path:
     path = prototypes_path(folder)
     index = PrototypeIndex.load(path)
     columns = {name: getattr(index, name) for name in ("features", "lengths", "records", "kinds")}
-    path.write_bytes(PrototypeIndex(**{**columns, **changes}).to_bytes())
+    changes = {name: change(columns[name]) for name, change in changes.items()}
+    path.write_bytes(PrototypeIndex(**columns | changes).to_bytes())
     return path
-
-
-def other_dimensions_in_the_prototypes(folder: Path) -> Path:
-    return changed_prototypes(folder, features=np.zeros((SYNTHETIC * len(LENGTHS), 64), np.float32))
-
-
-def prototypes_without_lengths(folder: Path) -> Path:
-    return changed_prototypes(folder, lengths=np.arange(3))
-
-
-def prototypes_in_one_row(folder: Path) -> Path:
-    return changed_prototypes(folder, features=np.zeros(SYNTHETIC * len(LENGTHS), np.float32))
-
-
-def prototypes_beyond_the_records(folder: Path) -> Path:
-    records = PrototypeIndex.load(prototypes_path(folder)).records
-    return changed_prototypes(folder, records=records + 1_000_000)
 
 
 def changed_projector(folder: Path, *sizes: int) -> Path:
     path = folder / "projector.safetensors"
-    path.write_bytes(FeatureProjector(*sizes).to_bytes())
-    return path
-
-
-def other_dimensions_in_the_projector(folder: Path) -> Path:
-    return changed_projector(folder, 32, 10, 64)
-
-
-def projector_of_shorter_sequences(folder: Path) -> Path:
-    return changed_projector(folder, 32, 9)
-
-
-def projector_without_its_tensors(folder: Path) -> Path:
-    path = folder / "projector.safetensors"
-    shutil.copyfile(prototypes_path(folder), path)
+    path.write_bytes(FeatureProjector(*sizes).to_bytes() if sizes else prototypes_path(folder).read_bytes())
     return path
 
 
 @pytest.mark.parametrize(
     ("misfit", "words"),
     [
-        (other_dimensions_in_an_index, "projector and .*00007.faiss differ in the dimensions"),
-        (fewer_vectors_in_an_index, "00007.faiss and the manifest differ in the number"),
-        (other_dimensions_in_the_prototypes, "projector and prototypes .* differ in the dimensions"),
-        (prototypes_without_lengths, "prototypes.safetensors cannot be read"),
-        (prototypes_in_one_row, "prototypes.safetensors cannot be read"),
-        (prototypes_beyond_the_records, "00005.maps has records of other kinds"),
-        (other_dimensions_in_the_projector, "projector and prototypes .* differ in the dimensions"),
-        (projector_of_shorter_sequences, "projector .* does not take sequences of 10 tokens"),
-        (projector_without_its_tensors, "projector.safetensors cannot be read"),
+        (
+            partial(index_of, vectors=RECORDS, dimensions=64),
+            "projector and .*00007.faiss differ in the dimensions",
+        ),
+        (partial(index_of, vectors=RECORDS - 1, dimensions=128), "00007.faiss and .* differ in the number"),
+        (
+            partial(changed_prototypes, features=lambda x: x[:, :64]),
+            "and prototypes .* differ in the dimensions",
+        ),
+        (partial(changed_prototypes, features=lambda x: x[:, 0]), "prototypes.safetensors cannot be read"),
+        (partial(changed_prototypes, lengths=lambda x: x[:3]), "prototypes.safetensors cannot be read"),
+        (partial(changed_prototypes, records=lambda x: x + 10**6), "00005.maps has records of other kinds"),
+        (lambda folder: changed_projector(folder, 32, 10, 64), "and prototypes .* differ in the dimensions"),
+        (lambda folder: changed_projector(folder, 32, 9), "projector .* does not take sequences of 10"),
+        (changed_projector, "projector.safetensors cannot be read"),  # which has other tensors
     ],
 )
 def test_parts_that_do_not_fit_each_other_are_refused_before_anything_is_searched(folder, misfit, words):

@@ -127,10 +127,17 @@ def test_all_kinds_of_records_serve_in_one_batch(engines):
 
 @pytest.mark.parametrize("name", ["all kinds", "unsearched", "recorded only"])
 def test_recorded_sequence_is_served_by_its_own_record(engines, tiny_reference, known, name):
-    result = prefill(engines[name], known)
-    assert result.outcomes == (Outcome.HIT,) * len(known)
-    assert result.similarities.tolist() == [1.0] * len(known)
-    np.testing.assert_allclose(result.outputs, tiny_reference.means(known), atol=SIXTEEN_BITS)
+    others = random_sequences([5, UNSEEN, 9])
+    sequences = [*others, *known]
+    result, full = prefill(engines[name], sequences), tiny_reference.means(sequences)
+    assert result.outcomes[3:] == (Outcome.HIT,) * len(known)
+    assert result.similarities[3:].tolist() == [1.0] * len(known)
+    np.testing.assert_allclose(result.outputs[3:], full[3:], atol=SIXTEEN_BITS)
+    # Without a search, only recorded sequences have a similarity.
+    assert np.isnan(result.similarities[:3]).all() == (name != "all kinds")
+    if name == "recorded only":
+        assert not any(outcome.is_hit for outcome in result.outcomes[:3])
+        np.testing.assert_allclose(result.outputs[:3], full[:3], atol=FLOAT32)
 
 
 def test_a_length_without_texts_is_served_by_synthetic_records(engines):
@@ -139,18 +146,6 @@ def test_a_length_without_texts_is_served_by_synthetic_records(engines):
     sequences = random_sequences([4, UNSEEN, 11], seed=4)
     outcomes = (Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.NOT_SEARCHED)
     assert prefill(engine, sequences).outcomes == outcomes
-
-
-def test_without_a_search_only_recorded_sequences_have_a_similarity(engines, known):
-    result = prefill(engines["unsearched"], [*random_sequences([5, UNSEEN]), known[0]])
-    assert np.isnan(result.similarities).tolist() == [True, True, False]
-
-
-def test_if_only_recorded_sequences_hit_others_are_computed_in_full(engines, tiny_reference, known):
-    sequences = [*random_sequences([5, 9]), known[1]]
-    result = prefill(engines["recorded only"], sequences)
-    assert [outcome.is_hit for outcome in result.outcomes] == [False, False, True]
-    np.testing.assert_allclose(result.outputs[:2], tiny_reference.means(sequences[:2]), atol=FLOAT32)
 
 
 @settings(max_examples=15)
@@ -187,23 +182,28 @@ def test_first_step_of_a_group_without_a_search_starts_the_search(tiny_checkpoin
     assert not np.isnan(result.similarities).any()
 
 
-def damage_record(folder, length, record) -> None:
-    """Flip one bit of a record's maps in the file."""
-    segment = AttentionDatabase.open(folder).search.store.segments[length]
-    flip(segment.path, segment.records_start + record * segment.layout.record_bytes(length))
+@pytest.fixture
+def damage(folder, tmp_path):
+    """A function that copies the database, flips a bit of a record of 7 tokens, and returns the copy."""
+
+    def damage_record(record):
+        damaged = shutil.copytree(folder, tmp_path / "damaged.db")
+        segment = AttentionDatabase.open(damaged).search.store.segments[7]
+        flip(segment.path, segment.records_start + int(record) * segment.layout.record_bytes(7))
+        return damaged
+
+    return damage_record
 
 
 @pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
 def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
-    tiny_checkpoint, tiny_reference, folder, engines, tmp_path, known, name
+    tiny_checkpoint, tiny_reference, engines, damage, known, name
 ):
     sequences = [*random_sequences([7] * 6, seed=9), *(ids for ids in known if len(ids) == 7)]
     records, _ = plan(engines[name], sequences)
     record = int(records[0])
     victims = (records == record).tolist()
-    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
-    damage_record(damaged_folder, 7, record)
-    engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
+    engine = engine_of(tiny_checkpoint, damage(record), POLICIES[name])
     for _ in range(2):
         result = prefill(engine, sequences)
         assert result.report.corrupt_records >= sum(victims)
@@ -211,32 +211,19 @@ def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
         full = tiny_reference.means(sequences)
         np.testing.assert_allclose(result.outputs[victims], full[victims], atol=FLOAT32)
     assert engine.map_reuse.database.verify() == [f"length 7: 1 damaged records, the first is {record}"]
-
-
-@pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
-def test_damaged_record_of_a_declined_sequence_is_not_counted(
-    tiny_checkpoint, folder, engines, tmp_path, name
-):
-    (ids,) = random_sequences([7], seed=9)
-    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
-    damage_record(damaged_folder, 7, int(plan(engines[name], [ids])[0][0]))
-    engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
-    result = prefill(engine, [ids, ids, ids], reuse=[True, False, False])
+    # Records of declined sequences are not counted.
+    result = prefill(engine, sequences[:1] * 3, reuse=[True, False, False])
     assert result.report.corrupt_records == 1
 
 
-def test_without_a_search_the_mean_replaces_a_damaged_record(
-    tiny_checkpoint, folder, engines, tmp_path, known
-):
+def test_without_a_search_the_mean_replaces_a_damaged_record(tiny_checkpoint, engines, damage, known):
     (ids,) = (ids for ids in known if len(ids) == 7)
-    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
-    damage_record(damaged_folder, 7, int(plan(engines["unsearched"], [ids])[0][0]))
-    result = prefill(engine_of(tiny_checkpoint, damaged_folder, POLICIES["unsearched"]), [ids])
-    assert result.outcomes == (Outcome.PROTOTYPE_HIT,)
-    assert result.report.corrupt_records == 1
-    closed = prefill(engine_of(tiny_checkpoint, damaged_folder, POLICIES["recorded only"]), [ids])
-    assert not closed.outcomes[0].is_hit
-    assert closed.report.corrupt_records == 1
+    damaged = damage(plan(engines["unsearched"], [ids])[0][0])
+    for name, is_hit in (("unsearched", True), ("recorded only", False)):
+        result = prefill(engine_of(tiny_checkpoint, damaged, POLICIES[name]), [ids])
+        assert result.outcomes[0].is_hit is is_hit
+        assert not is_hit or result.outcomes == (Outcome.PROTOTYPE_HIT,)
+        assert result.report.corrupt_records == 1
 
 
 def test_info_counts_sentences_and_synthetic_records_separately(folder):
