@@ -62,15 +62,11 @@ def id_of(folder):
     return AttentionDatabase.open(folder).manifest.id
 
 
-def test_plain_database_is_generation_0(root):
-    database = AttentionDatabase.open(root)
-    assert (database.folder, database.info().generation) == (root, 0)
-    assert kept(root) == [0]
-
-
 def test_published_generation_is_opened_and_the_plain_one_stays(
     root, tiny_database, tiny_prototypes_database
 ):
+    database = AttentionDatabase.open(root)
+    assert (database.folder, database.info().generation, kept(root)) == (root, 0, [0])
     assert renew(root, tiny_prototypes_database) == 1
     assert id_of(root) == id_of(tiny_prototypes_database)
     assert AttentionDatabase.open(root).folder == root / "generations" / "000001"
@@ -81,11 +77,17 @@ def test_published_generation_is_opened_and_the_plain_one_stays(
 
 
 def test_last_two_generations_are_kept_and_the_plain_one_is_removed_whole(root, tiny_prototypes_database):
-    for _ in range(3):
+    renew(root, tiny_prototypes_database)
+    served = AttentionDatabase.open(root)
+    for _ in range(2):
         renew(root, tiny_prototypes_database)
     assert kept(root) == [2, 3]
     assert names(root) == [".renewal.lock", "current", "generations", "renewals.jsonl"]
     assert names(root / "generations") == ["000002", "000003"]
+    # Records that a server has mapped stay readable.
+    assert not served.folder.exists()
+    for segment in served.search.store.segments.values():
+        assert segment.are_sound(np.arange(len(segment))).all()
 
 
 def test_refused_generation_is_removed_and_its_number_is_not_used_again(root, tiny_prototypes_database):
@@ -129,15 +131,6 @@ def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_protot
     assert (number_of(root), [line.generation for line in read_renewals(root)]) == (1, [1, 2, 1])
 
 
-def test_rollback_to_a_damaged_generation_changes_nothing(root, tiny_prototypes_database):
-    renew(root, tiny_prototypes_database)
-    renew(root, tiny_prototypes_database)
-    (root / "generations" / "000001" / "key").unlink()
-    with pytest.raises(CorruptDatabase):
-        roll_back(root)
-    assert number_of(root) == 2
-
-
 def test_findings_of_verification_stay_with_their_generation(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     database = AttentionDatabase.open(root)
@@ -166,6 +159,7 @@ def test_remedy_for_a_damaged_generation_removes_nothing_that_serves(root, tiny_
     assert "generation 0 does not serve" in fault
     with pytest.raises(CorruptDatabase, match="generation 0 does not serve"):
         roll_back(root)
+    assert number_of(root) == 1
     (root / "current").write_text("0\n", encoding="ascii")
     with pytest.raises(CorruptDatabase, match="to let generation 1 serve, write this number"):
         AttentionDatabase.open(root)
@@ -260,16 +254,6 @@ def test_verify_reads_the_generation_that_does_not_serve_too(root, tiny_prototyp
     roll_back(root)
     (fault,) = AttentionDatabase.open(root).verify()
     assert fault.startswith("generation 1, length ")
-
-
-def test_records_that_a_server_has_mapped_stay_readable_after_their_removal(root, tiny_prototypes_database):
-    renew(root, tiny_prototypes_database)
-    served = AttentionDatabase.open(root)
-    for _ in range(2):
-        renew(root, tiny_prototypes_database)
-    assert not served.folder.exists()
-    for segment in served.search.store.segments.values():
-        assert segment.are_sound(np.arange(len(segment))).all()
 
 
 def test_full_disk_changes_nothing_and_the_next_renewal_finishes_the_decision(
