@@ -27,18 +27,14 @@ from attncache_core.runtime.threads import limit_threads
 LABELS = ("transfer", "card", "help")
 
 
-def test_result_counts_tokens_and_durations(tiny_engine):
+def test_result_counts_tokens_and_durations_and_without_a_database_nothing_is_searched(tiny_engine):
     result = prefill(tiny_engine, random_sequences([3, 9, 3]))
     assert result.report.tokens == 15
     assert result.outputs.dtype == result.similarities.dtype == np.float32
     assert 0 < result.report.attention_seconds < result.report.forward_seconds
     assert result.report.search_seconds >= 0
     assert result.report.corrupt_records == 0
-
-
-def test_without_a_database_nothing_is_searched(tiny_engine):
-    result = prefill(tiny_engine, random_sequences([3, 9]))
-    assert result.outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED)
+    assert result.outcomes == (Outcome.NOT_SEARCHED,) * 3
     assert np.isnan(result.similarities).all()
     assert tiny_engine.map_reuse is None
     assert tiny_engine.reuse_off == []
@@ -71,15 +67,12 @@ def classifier(tiny_classifier_checkpoint):
     return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
 
 
-def test_more_than_ten_labels_are_sorted_as_numbers(tmp_path):
-    names = [f"class {letter}" for letter in "abcdefghijkl"]
+@pytest.mark.parametrize(
+    "names", [[f"class {letter}" for letter in "abcdefghijkl"], ["LABEL_0", "LABEL_1"]], ids=len
+)
+def test_labels_are_sorted_as_numbers_or_have_the_names_of_hugging_face(tmp_path, names):
     engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=names)), dtype="float32")
     assert engine.decisions.labels == tuple(names)
-
-
-def test_two_classes_without_names_have_the_names_of_hugging_face(tmp_path):
-    engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=["LABEL_0", "LABEL_1"])))
-    assert engine.decisions.labels == ("LABEL_0", "LABEL_1")
 
 
 def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path):
@@ -109,28 +102,19 @@ def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, me
         PrefillEngine.load(read_checkpoint(folder))
 
 
-def test_classifier_gives_no_embeddings(classifier):
-    with pytest.raises(InvalidInput, match="classifier"):
-        classifier.embed(["my card"])
-
-
-def test_encoder_without_a_classifier_has_no_classes(tiny_engine):
+def test_encoder_without_a_classifier_has_no_classes_and_a_classifier_no_embeddings(tiny_engine, classifier):
     assert tiny_engine.decisions.labels is None
     with pytest.raises(NoClassifier) as caught:
         tiny_engine.decisions.class_logits(np.zeros((1, 32)))
     assert caught.value.field == "labels"
+    with pytest.raises(NoClassifier):
+        tiny_engine.decisions.comparator(Measure.AGREEMENT)
+    with pytest.raises(InvalidInput, match="classifier"):
+        classifier.embed(["my card"])
 
 
 def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoint):
-    random = np.random.default_rng(0)
-    fitted = LinearClassifier(
-        labels=("no", "yes"),
-        weight=random.normal(size=(2, 32)).astype(np.float32),
-        bias=np.zeros(2, dtype=np.float32),
-        fingerprint=tiny_checkpoint.embedding_fingerprint(),
-        model=tiny_checkpoint.name,
-        fitted={},
-    )
+    fitted = signs(32, labels=("no", "yes"), fingerprint=tiny_checkpoint.embedding_fingerprint())
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", classifier=fitted)
     assert (engine.checkpoint.task, engine.decisions.labels) == ("embed", ("no", "yes"))
     outputs = prefill(engine, random_sequences([5, 8])).outputs
@@ -234,11 +218,6 @@ def test_comparator_compares_embeddings_of_an_encoder_and_classes_of_a_classifie
     ]
 
 
-def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
-    with pytest.raises(NoClassifier):
-        tiny_engine.decisions.comparator(Measure.AGREEMENT)
-
-
 def signs(dimensions: int, **changes) -> LinearClassifier:
     """Return a classifier of two classes by the sign of the first number."""
     weight = np.zeros((2, dimensions), np.float32)
@@ -258,7 +237,7 @@ def deciding(tiny_checkpoint, tiny_engine, tiny_database, tmp_path) -> PrefillEn
     return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
 
 
-def test_agreement_of_an_encoder_uses_the_classifier_of_its_database(deciding):
+def test_agreement_of_an_encoder_uses_its_classifier_or_else_that_of_its_database(deciding):
     outputs = prefill(deciding, random_sequences([5, 9])).outputs
     outputs[:, 0] = (-1, 1)
     comparator = deciding.decisions.comparator(Measure.AGREEMENT)
@@ -267,14 +246,9 @@ def test_agreement_of_an_encoder_uses_the_classifier_of_its_database(deciding):
     # The classifier of the database is used for nothing else.
     assert deciding.decisions.labels is None
     assert deciding.decisions.comparator(Measure.COSINE).class_logits is None
-
-
-def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(deciding):
-    outputs = prefill(deciding, random_sequences([5])).outputs
-    outputs[:, 0] = 1
-    assert deciding.decisions.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
     fitted = replace(deciding, classifier=signs(outputs.shape[1], bias=np.array([9, 0], np.float32)))
-    assert fitted.decisions.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
+    own = fitted.decisions.comparator(Measure.AGREEMENT)
+    assert own.fidelity(outputs, outputs[::-1]).tolist() == [1, 1]
 
 
 def test_calibration_that_was_stopped_leaves_the_classifier_of_the_database(deciding):

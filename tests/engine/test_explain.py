@@ -47,6 +47,7 @@ def test_miss_shows_the_nearest_record_that_did_not_serve(engine_with):
     assert explained.searched
     assert explained.chosen.similarity < explained.chosen.threshold == 1
     assert explained.layers[0].given is not None
+    assert explain(engine, ids_of(engine, NOT_RECORDED), maps=False).layers is None
 
 
 @pytest.mark.parametrize("heads", ["all", "5"])
@@ -62,7 +63,9 @@ def test_cosine_is_that_of_the_outputs_of_the_engine(engine_with, heads):
 
 
 @pytest.mark.parametrize("heads", ["all", "layers:1", "5"])
-def test_own_maps_are_those_of_hugging_face_head_by_head(engine_with, tiny_reference, heads):
+def test_own_maps_are_those_of_hugging_face_and_reused_maps_are_of_the_heads_of_the_mask(
+    engine_with, tiny_reference, heads
+):
     engine = engine_with(1.0, heads)
     ids = ids_of(engine, NOT_RECORDED)
     explained = explain(engine, ids)
@@ -70,14 +73,8 @@ def test_own_maps_are_those_of_hugging_face_head_by_head(engine_with, tiny_refer
     assert len(explained.layers) * len(explained.layers[0].full) == len(expected)
     for (layer, head), maps in expected.items():
         np.testing.assert_allclose(explained.layers[layer].full[head], maps, atol=1e-5)
-
-
-def test_reused_maps_are_of_the_heads_of_the_mask(engine_with, tiny_corpus):
-    engine = engine_with(1.0, "5")
-    explained = explain(engine, ids_of(engine, tiny_corpus[3].text))
-    mask = engine.strategy.mask.as_array()
-    for number, layer in enumerate(explained.layers):
-        assert sorted(layer.reused_heads) == np.flatnonzero(mask[number]).tolist()
+    for layer, reused in zip(explained.layers, engine.strategy.mask.as_array(), strict=True):
+        assert sorted(layer.reused_heads) == np.flatnonzero(reused).tolist()
         assert len(layer.given) == len(layer.reused_heads)
 
 
@@ -95,11 +92,6 @@ def test_model_without_a_database_explains_its_own_maps_only(tiny_engine):
     assert explained.tokens == ("[CLS]", "my", "card", "[SEP]")
     assert (explained.length_group, explained.strangeness, explained.cached_tokens) == (None, None, None)
     np.testing.assert_allclose(explained.layers[0].full.sum(axis=-1), 1, atol=1e-5)
-
-
-def test_maps_are_left_out_on_request(engine_with):
-    engine = engine_with(1.0)
-    assert explain(engine, ids_of(engine, NOT_RECORDED), maps=False).layers is None
 
 
 def test_causal_model_counts_stored_tokens_of_the_salt_and_stores_nothing(tmp_path):

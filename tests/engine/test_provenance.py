@@ -29,23 +29,19 @@ def fitted(checkpoint, labels, seed: int = 0) -> LinearClassifier:
     )
 
 
-def test_every_way_of_use_has_its_own_fingerprint(tiny_checkpoint):
+def test_every_way_of_use_variant_and_limit_has_its_own_fingerprint(tiny_checkpoint):
     ways = [
         tiny_checkpoint.adapted(pooling=pooling, template=template, labels=labels)
         for pooling in (None, "cls")
         for template in (None, Template("query: "), Template("", " :"))
         for labels in ((), ("card", "bank"), ("bank", "card"))
     ]
-    assert len({fingerprint(way) for way in ways}) == len(ways)
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [{"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"}],
-    ids=str,
-)
-def test_fingerprint_changes_with_the_variant(tiny_checkpoint, usual, variant):
-    assert fingerprint(find_variant(str(tiny_checkpoint.folder), **variant)) != usual
+    variants = [
+        *({"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"}),
+    ]
+    ways += [find_variant(str(tiny_checkpoint.folder), **variant) for variant in variants]
+    prints = {fingerprint(way) for way in ways} | {fingerprint(tiny_checkpoint, max_tokens=20)}
+    assert len(prints) == len(ways) + 1
 
 
 @pytest.mark.parametrize(
@@ -65,11 +61,6 @@ def test_fingerprint_changes_with_the_files_of_the_model(tmp_path, usual, folder
     assert fingerprint(read_checkpoint(write_sentence_transformer(tmp_path / "tiny-bert", **folder))) != usual
 
 
-def test_fingerprint_changes_only_with_a_limit_below_the_models_maximum(tiny_checkpoint, usual):
-    assert fingerprint(tiny_checkpoint, max_tokens=20) != usual
-    assert fingerprint(tiny_checkpoint, max_tokens=10_000) == usual
-
-
 def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, usual):
     classifiers = [
         fitted(tiny_checkpoint, ["a", "b"]),
@@ -85,14 +76,12 @@ def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, usua
 def test_fingerprint_does_not_depend_on_name_rounding_threads_or_reuse(tiny_checkpoint, tiny_database, usual):
     elsewhere = replace(tiny_checkpoint, name="another name", source="elsewhere")
     assert fingerprint(elsewhere) == usual
+    assert fingerprint(tiny_checkpoint, max_tokens=10_000) == usual  # above the model's maximum
+    labelled = tiny_checkpoint.adapted(labels=["card", "bank"])  # which are compared by embedding
+    assert fingerprint(labelled, dtype="bfloat16") == fingerprint(labelled)
     assert fingerprint(tiny_checkpoint, dtype="bfloat16") == usual
     assert fingerprint(tiny_checkpoint, threads=1) == usual
     assert fingerprint(tiny_checkpoint, database=AttentionDatabase.open(tiny_database)) == usual
-
-
-def test_fingerprint_of_labels_compared_by_embedding_does_not_depend_on_rounding(tiny_checkpoint):
-    labelled = tiny_checkpoint.adapted(labels=["card", "bank"])
-    assert fingerprint(labelled, dtype="bfloat16") == fingerprint(labelled)
 
 
 def test_fingerprint_does_not_change_after_loading(tiny_checkpoint, tmp_path, usual):

@@ -99,12 +99,6 @@ def with_donors(engine, reference, sequences, donors):
     return np.stack(outputs)
 
 
-def test_the_oracle_without_donors_is_the_model_itself(engines, tiny_reference):
-    sequences = random_sequences([5, 9])
-    plain = with_donors(engines(), tiny_reference, sequences, [None, None])
-    np.testing.assert_allclose(plain, tiny_reference.means(sequences), atol=FLOAT32)
-
-
 @pytest.mark.parametrize("heads", MASKS)
 def test_a_recorded_sequence_hits_itself_and_gives_the_full_models_output(
     engines, recorded, tiny_reference, heads

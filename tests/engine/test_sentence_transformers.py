@@ -62,24 +62,10 @@ def test_several_modes_and_old_flags(tmp_path, pooling):
         {"settings": {"max_seq_length": 12}, "prompts": ASKING},
         {"settings": {"do_lower_case": True}},
         {"prompts": {"prompts": {"ask": "query : my"}, "default_prompt_name": None}},
-        {
-            "prompts": {
-                "prompts": {"query": "query : ", "document": "the "},
-                "default_prompt_name": "document",
-            }
-        },
+        {"prompts": {"prompts": {"query": "query : ", "doc": "the "}, "default_prompt_name": "doc"}},
         {"hidden_size": 48, "num_attention_heads": 3, "hidden_act": "gelu_new"},
     ],
-    ids=[
-        "all-defaults",
-        "raw",
-        "short",
-        "short-prompted",
-        "lower-case",
-        "unused-prompt",
-        "document",
-        "other-size",
-    ],
+    ids=str,
 )
 def test_every_setting_of_a_folder(tmp_path, parts):
     assert_same_embeddings(read_checkpoint(write_sentence_transformer(tmp_path, **parts)), texts())
