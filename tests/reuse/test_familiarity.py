@@ -65,26 +65,19 @@ def test_statistics_equal_plain_counts(sequences):
 
 
 @given(sequences_of_ids)
-def test_strangeness_does_not_depend_on_the_rest_of_the_batch(sequences):
+def test_strangeness_is_the_same_in_any_batch_with_and_without_compiled_code(sequences):
     coefficients = np.linspace(-0.3, 0.4, 8, dtype=np.float32)
     familiarity = Familiarity(WEIGHTS, coefficients, np.array([-4.0], np.float32))
-    together = familiarity.strangeness(*packed(sequences))
-    alone = [familiarity.strangeness(*packed([ids]))[0] for ids in sequences]
-    np.testing.assert_allclose(together, alone, rtol=1e-5)
-
-
-@given(sequences_of_ids)
-def test_strangeness_is_the_same_with_and_without_compiled_code(sequences):
-    coefficients = np.linspace(-0.3, 0.4, 8, dtype=np.float32)
-    familiarity = Familiarity(WEIGHTS, coefficients, np.array([-4.0], np.float32))
-    ids, lengths = packed(sequences)
     statistics = [plain_statistics(sequence) for sequence in sequences]
     # The tolerance is that of the statistics.
     expected = np.exp(statistics @ coefficients.astype(np.float64) - 4)
-    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), expected, rtol=1e-3)
-    with mock.patch.object(native, "kernel", return_value=None):
-        plainly = replace(familiarity).strangeness(ids, lengths)
-    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), plainly, rtol=1e-3)
+    for compiled in (native.kernel, lambda: None):
+        with mock.patch.object(native, "kernel", compiled):
+            made = replace(familiarity)
+            together = made.strangeness(*packed(sequences))
+            alone = [made.strangeness(*packed([ids]))[0] for ids in sequences]
+        np.testing.assert_allclose(together, expected, rtol=1e-3)
+        np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -135,10 +128,6 @@ def test_statistics_of_more_sequences_than_fit_into_a_key_are_correct():
     assert (found[1:-1] == found[1]).all()
 
 
-def test_tokens_are_counted_over_all_sequences():
-    assert count_tokens([[1, 1, 4], [4]], 6).tolist() == [0, 2, 0, 0, 2, 0]
-
-
 @pytest.fixture(scope="module")
 def fitted(tiny_engine):
     """A fit to texts of even tokens with little damage, and of odd or equal tokens with much damage."""
@@ -149,12 +138,10 @@ def fitted(tiny_engine):
     odd = [(random.choice(even, size=length) + 1).tolist() for length in random.integers(8, 20, 120)]
     same = [[int(random.choice(even))] * int(length) for length in random.integers(8, 20, 120)]
     damage = np.concatenate([random.gamma(4, 0.002, 200), random.gamma(4, 0.03, 240)])
-    kinds = (
-        [None] * 200
-        + [f"odd {index % 6}" for index in range(120)]
-        + [f"same {index % 6}" for index in range(120)]
-    )
-    tokens = TokenStatistics(tiny_engine.model, count_tokens(like[:100], vocabulary))
+    kinds = [None] * 200 + [f"{kind} {index % 6}" for kind in ("odd", "same") for index in range(120)]
+    counts = count_tokens(like[:100], vocabulary)
+    assert counts.tolist() == np.bincount(np.concatenate(like[:100]), minlength=vocabulary).tolist()
+    tokens = TokenStatistics(tiny_engine.model, counts)
     sequences = [*like, *odd, *same]
     return sequences, *fit_familiarity(tokens, sequences, damage, kinds)
 
@@ -184,14 +171,6 @@ def limited(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: A
     return folder
 
 
-def test_inspect_shows_the_worst_left_out_kind(limited, capsys):
-    database = AttentionDatabase.open(limited)
-    show_database(database)
-    worst = database.manifest.quality["unfamiliar"]["left_out"]["worst"]
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)" in shown
-
-
 @pytest.fixture
 def strict(limited, tmp_path):
     """The database with a limit of strangeness below every text."""
@@ -206,7 +185,7 @@ def texts_of(tiny_corpus):
     return texts, random_sequences([len(text.split()) + 2 for text in texts], seed=77)
 
 
-def test_most_familiar_texts_pass_the_calibrated_limit(tiny_checkpoint, tiny_corpus, limited):
+def test_most_familiar_texts_pass_the_calibrated_limit(tiny_checkpoint, tiny_corpus, limited, capsys):
     database = AttentionDatabase.open(limited)
     limit = database.search.policy.limit
     assert database.verify() == []
@@ -214,7 +193,11 @@ def test_most_familiar_texts_pass_the_calibrated_limit(tiny_checkpoint, tiny_cor
     unfamiliar = database.manifest.quality["unfamiliar"]
     assert unfamiliar["texts"] > 0
     assert unfamiliar["left_out"]["kinds"] >= 20
-    assert unfamiliar["left_out"]["worst"]["mean"] >= database.search.policy.budget.least
+    worst = unfamiliar["left_out"]["worst"]
+    assert worst["mean"] >= database.search.policy.budget.least
+    show_database(database)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)" in shown
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     _, others = texts_of(tiny_corpus)
     result = prefill(engine, others)
@@ -236,6 +219,8 @@ def test_unfamiliar_texts_are_computed_in_full_unless_they_are_recorded(
     assert set(result.outcomes[len(texts) :]) == {Outcome.UNFAMILIAR}
     full = prefill(tiny_engine, others, reuse=False).outputs
     np.testing.assert_allclose(result.outputs[len(texts) :], full, atol=1e-5)
+    # Declined reuse counts as not searched, and not as unfamiliar.
+    assert set(prefill(engine, others, reuse=False).outcomes) == {Outcome.NOT_SEARCHED}
 
 
 def test_raising_the_limit_only_adds_hits(tiny_checkpoint, tiny_corpus, strict):
@@ -251,9 +236,3 @@ def test_raising_the_limit_only_adds_hits(tiny_checkpoint, tiny_corpus, strict):
         assert before <= hits
         before = hits
     assert before
-
-
-def test_declined_reuse_counts_as_not_searched_and_not_as_unfamiliar(tiny_checkpoint, tiny_corpus, strict):
-    engine = PrefillEngine.load(tiny_checkpoint, database=strict, dtype="float32")
-    _, others = texts_of(tiny_corpus)
-    assert set(prefill(engine, others, reuse=False).outcomes) == {Outcome.NOT_SEARCHED}

@@ -144,7 +144,7 @@ def test_a_sequence_belongs_to_the_first_group_that_takes_its_length_or_to_the_l
 
 
 @given(divisions())
-def test_names_give_the_range_of_lengths_of_each_group(policy):
+def test_names_give_the_range_of_lengths_of_each_group_and_info_its_thresholds(policy):
     for index, name in enumerate(policy.names()):
         first, _, last = name.partition("-")
         assert policy.group_index(int(first)) == index
@@ -153,6 +153,13 @@ def test_names_give_the_range_of_lengths_of_each_group(policy):
         if last:
             assert policy.group_index(int(last)) == index
             assert policy.group_index(int(last) + 1) == index + 1
+    tighter = policy.tightened(0)
+    told = tighter.info().groups
+    assert [group.lengths for group in told] == policy.names()
+    assert [group.tightened for group in told] == [1] + [0] * (len(told) - 1)
+    assert told[-1].threshold == {
+        kind.name.lower(): of_kind.threshold for kind, of_kind in tighter.groups[-1].kinds.items()
+    }
 
 
 @given(groups(), st.floats(-2, 2))
@@ -161,12 +168,8 @@ def test_one_threshold_for_all_keeps_the_curves_and_drops_the_budget(group, thre
     same = policy.with_threshold(threshold)
     assert same.budget == Budget(BUDGET.measure, 0.0)
     for before, after in zip(policy.groups, same.groups, strict=True):
-        assert after.longest == before.longest
-        assert after.searched
-        for kind in RecordKind:
-            assert after.kinds[kind].threshold == threshold
-            assert after.kinds[kind].similarities == before.kinds[kind].similarities
-            assert after.kinds[kind].damages == before.kinds[kind].damages
+        kinds = {kind: replace(of_kind, threshold=threshold) for kind, of_kind in before.kinds.items()}
+        assert (after.longest, after.searched, after.kinds) == (before.longest, True, kinds)
 
 
 @given(policies(), nearest(), st.data())
@@ -188,6 +191,8 @@ def test_tightening_only_removes_hits_and_the_sixth_step_switches_off(policy, fo
 
 def test_tightening_halves_the_distance_of_the_threshold_from_1():
     policy = uniform_policy(BUDGET, 0.9)
+    assert policy.names() == ["1-"]
+    assert {kind.threshold for kind in policy.groups[0].kinds.values()} == {0.9}
     for threshold in (0.95, 0.975, 0.9875, 0.99375, 0.996875):
         policy = policy.tightened(0)
         assert policy.groups[0].kinds[STORED].threshold == pytest.approx(threshold)
@@ -198,15 +203,7 @@ def test_tightening_halves_the_distance_of_the_threshold_from_1():
 
 
 @given(groups())
-def test_first_step_of_a_group_without_a_search_starts_the_search(group):
-    tighter = group.one_step_tighter()
-    assert tighter.searched
-    assert group.searched or tighter.is_off == (not group.mean_serves)
-    assert group.searched or tighter.is_off or tighter.kinds == group.kinds
-
-
-@given(groups())
-def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean(group):
+def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean_before_its_first_step(group):
     closed = group.recorded_only()
     assert not closed.searched
     assert not closed.mean_serves
@@ -217,6 +214,13 @@ def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean(group):
     policy = ReusePolicy(BUDGET, (closed, replace(group, longest=70)))
     assert JSON.validate_json(json.dumps(asdict(policy)), strict=True) == policy
     assert math.isfinite(closed.kinds[RecordKind.MEAN].threshold)
+    # The first step of a group without a search starts the search.
+    for before in (group, closed):
+        tighter = before.one_step_tighter()
+        assert tighter.searched
+        if not before.searched:
+            assert tighter.is_off == (not before.mean_serves)
+            assert tighter.is_off or tighter.kinds == before.kinds
 
 
 @pytest.mark.parametrize(
@@ -228,22 +232,3 @@ def test_a_group_is_off_when_no_kind_can_reach_its_threshold(stored, prototype, 
     assert LengthGroup(9, kinds).is_off is off
     # Without a search, recorded sequences hit whatever the thresholds are.
     assert not LengthGroup(9, kinds, searched=False).is_off
-
-
-def test_uniform_policy_has_one_group_for_all_lengths():
-    policy = uniform_policy(BUDGET, 0.75)
-    assert policy.names() == ["1-"]
-    assert {policy.group_index(length) for length in (1, 2, 500)} == {0}
-    assert {kind: of_kind.threshold for kind, of_kind in policy.groups[0].kinds.items()} == dict.fromkeys(
-        RecordKind, 0.75
-    )
-
-
-@given(divisions())
-def test_info_has_the_thresholds_of_every_group(policy):
-    told = policy.tightened(0).info().groups
-    assert [group.lengths for group in told] == policy.names()
-    assert [group.tightened for group in told] == [1] + [0] * (len(told) - 1)
-    assert told[-1].threshold == {
-        kind.name.lower(): of_kind.threshold for kind, of_kind in policy.tightened(0).groups[-1].kinds.items()
-    }
