@@ -7,7 +7,7 @@ from itertools import product, takewhile
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, needs_bfloat16, write_json, write_model
+from core_models import COMPUTING, attention_by, needs_bfloat16, needs_int8, write_json, write_model
 from pair_models import (
     CHAT_PADDING,
     GUARD,
@@ -108,6 +108,7 @@ def test_a_pair_alone_is_the_pair_in_a_batch_with_texts(minilm):
 
 
 @needs_bfloat16
+@needs_int8
 def test_sixteen_bit_and_eight_bit_scores_are_near(minilm):
     checkpoint, exact = minilm.checkpoint, minilm.rerank(QUERY, DOCUMENTS)
     half = PrefillEngine.load(checkpoint, dtype="bfloat16").rerank(QUERY, DOCUMENTS)

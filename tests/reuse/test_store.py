@@ -17,6 +17,7 @@ from core_models import SEAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core.native.guard import guard
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
@@ -187,6 +188,7 @@ def mapped_offset(address: int, path: Path) -> int:
     raise AssertionError(f"{address:x} is in no mapping of {path}")
 
 
+@pytest.mark.skipif(guard() is None, reason="without the guard, records are read instead of mapped")
 def test_layer_maps_are_the_file_itself_mapped_into_memory(segment_file):
     segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
     first = 2 * PAGE  # one page of header and one page of table precede the records
