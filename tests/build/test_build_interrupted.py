@@ -108,12 +108,16 @@ def test_resumed_build_repeats_nothing_that_was_finished_and_ends_in_the_same_da
     assert {name: after[name] for name in before} == before
 
 
-def test_resumed_build_keeps_its_key_and_another_build_has_another_key(tiny_engine, tiny_corpus, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
-    key = (tmp_path / ".a.db.partial" / "key").read_bytes()
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+def test_build_stopped_twice_keeps_its_key_and_another_build_has_another_key(
+    tiny_engine, tiny_corpus, tmp_path
+):
+    keys = []
+    for stop_at in (("writing records", 50), ("writing records", 150), ("measuring masks", 1)):
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+        keys.append((tmp_path / ".a.db.partial" / "key").read_bytes())
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
+    assert {*keys} == {(tmp_path / "a.db" / "key").read_bytes()}
     build(tiny_engine, tiny_corpus, tmp_path / "b.db")
-    assert (tmp_path / "a.db" / "key").read_bytes() == key
     ids = {AttentionDatabase.open(tmp_path / name).manifest.id for name in ("a.db", "b.db")}
     assert len(ids) == 2
 
@@ -143,70 +147,48 @@ files.write_whole(Path(sys.argv[2]), b"content")
 """
 
 
-def test_database_has_no_unfinished_file_of_a_killed_build(tiny_engine, tiny_corpus, tmp_path):
+def test_killed_build_leaves_no_unfinished_file_and_segments_are_written_again_if_their_key_was_lost(
+    tiny_engine, tiny_corpus, tmp_path
+):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
     partial = tmp_path / ".a.db.partial"
     arguments = (Path(files.__file__).parent, partial / "projector.safetensors")
     killed = subprocess.run([sys.executable, "-c", WRITER, *map(str, arguments)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(partial.glob(".projector.safetensors.*.unfinished"))) == 1
+    (partial / "key").unlink()
     build(tiny_engine, tiny_corpus, tmp_path / "a.db")
     assert not [path for path in (tmp_path / "a.db").iterdir() if path.name.startswith(".")]
 
 
-def test_segments_are_written_again_if_their_key_was_lost(tiny_engine, tiny_corpus, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
-    (tmp_path / ".a.db.partial" / "key").unlink()
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
-
-
-def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
-    for stop_at in (("writing records", 50), ("writing records", 150), ("measuring masks", 1)):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
-
-
-def test_build_with_another_option_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
-    before = segment_times(tmp_path / ".a.db.partial")
-    # The records of a build with this budget are the same.
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=0.8)[:5] == STAGES[:5]
-    after = segment_times(tmp_path / "a.db")
-    assert not set(before.items()) & set(after.items())
-
-
-def test_build_of_another_corpus_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
-    assert build(tiny_engine, tiny_corpus[:-1], tmp_path / "a.db") == STAGES
-    manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
-    assert sum(manifest.records.values()) == len(tiny_corpus) - 1
-
-
-def test_build_with_another_split_of_the_same_texts_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
-    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
-    regrouped = [type(sentence)(sentence.text, str(index // 4)) for index, sentence in enumerate(tiny_corpus)]
-    assert build(tiny_engine, regrouped, tmp_path / "a.db") == STAGES
+def of_four_sources(corpus):
+    return [type(sentence)(sentence.text, str(index // 4)) for index, sentence in enumerate(corpus)]
 
 
 @pytest.mark.parametrize(
-    ("change", "texts", "named"),
+    ("options", "sentences", "named"),
     [
-        ({"prototypes": 3, "min_cosine": 0.8}, slice(None), "this changed: min_cosine, prototypes"),
-        ({}, slice(1, None), "this changed: sentences, held_out"),
+        ({"min_cosine": 0.8}, list, "min_cosine"),  # the records of a build with this budget are the same
+        ({"prototypes": 3, "min_cosine": 0.8}, list, "min_cosine, prototypes"),
+        ({}, lambda corpus: corpus[1:], "sentences, held_out"),
+        ({}, of_four_sources, "held_out"),
     ],
-    ids=["options", "texts"],
+    ids=["budget", "options", "texts", "split"],
 )
-def test_stopped_build_that_is_begun_anew_is_logged_with_what_changed(
-    tiny_engine, tiny_corpus, tmp_path, caplog, change, texts, named
+def test_stopped_build_with_other_inputs_is_begun_anew_and_logged_once_with_what_changed(
+    tiny_engine, tiny_corpus, tmp_path, caplog, options, sentences, named
 ):
-    stop_at = ("writing records", 1)
+    partial, corpus = tmp_path / ".a.db.partial", sentences(tiny_corpus)
     for _ in range(2):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    before = segment_times(partial)
     assert caplog.messages == []
-    for _ in range(2):
-        build(tiny_engine, tiny_corpus[texts], tmp_path / "a.db", stop_at, **change)
-    partial = tmp_path / ".a.db.partial"
-    assert caplog.messages == [f"the stopped build in {partial} is begun anew, because {named}"]
+    assert build(tiny_engine, corpus, tmp_path / "a.db", ("comparing maps", 1), **options) == STAGES[:3]
+    assert build(tiny_engine, corpus, tmp_path / "a.db", **options)[:3] == STAGES[2:5]
+    assert caplog.messages == [f"the stopped build in {partial} is begun anew, because this changed: {named}"]
+    assert not set(before.items()) & set(segment_times(tmp_path / "a.db").items())
+    records = AttentionDatabase.open(tmp_path / "a.db").manifest.records
+    assert sum(records.values()) == len(corpus)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def few_texts(tiny_corpus):
     return tiny_corpus[:15]
 
 
-def test_built_database_is_whole_and_its_folder_holds_nothing_else(measured):
+def test_built_database_is_whole_and_nothing_else_is_left_but_its_lock(measured):
     lengths = sorted(measured.manifest.records)
     assert measured.verify() == []
     test, *others = names(measured.folder)
@@ -62,9 +62,6 @@ def test_built_database_is_whole_and_its_folder_holds_nothing_else(measured):
     ]
     assert names(measured.folder / "index") == [f"{length:05d}.faiss" for length in lengths]
     assert names(measured.folder / "maps") == [f"{length:05d}.maps" for length in lengths]
-
-
-def test_build_leaves_nothing_beside_the_folder_but_its_lock(measured):
     assert names(measured.folder.parent) == [".a.db.lock", "a.db"]
 
 
@@ -317,17 +314,20 @@ def test_disk_that_fills_up_is_an_error_of_one_line_and_the_build_resumes(
     assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6").verify() == []
 
 
-def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path):
-    corpus = [CorpusSentence("card " * words, str(words)) for words in (1, 2, 3)]
-    with pytest.raises(BuildFailed, match="no two texts of the corpus have the same number of tokens"):
-        build(tiny_engine, corpus, tmp_path / "a.db")
-    assert names(tmp_path) == [".a.db.lock"]
-
-
-@pytest.mark.parametrize("texts", [[], ["one card"], ["one card"] * 5])
-def test_corpus_of_fewer_than_two_texts_is_refused(tiny_engine, tmp_path, texts):
-    with pytest.raises(BuildFailed, match="distinct texts"):
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([], "has 0 distinct texts"),
+        (["one card"], "has 1 distinct texts"),
+        (["one card"] * 5, "has 1 distinct texts"),
+        (["card", "card card", "card card card"], "no two texts of the corpus have the same"),
+    ],
+    ids=["none", "one", "one-again", "no-two-of-one-length"],
+)
+def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path, texts, words):
+    with pytest.raises(BuildFailed, match=words):
         build(tiny_engine, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db")
+    assert names(tmp_path) == [".a.db.lock"]
 
 
 @pytest.mark.parametrize("heads", ["layers:9", "some", "0", "13"])

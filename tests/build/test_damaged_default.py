@@ -87,22 +87,16 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_sound_database_is_opened_and_left_alone(tiny_checkpoint, cache, folder):
+def test_sound_or_missing_database_is_not_set_aside_also_if_an_override_cannot_be_served(
+    tiny_checkpoint, cache, folder
+):
     assert open_default_database(tiny_checkpoint, cache).verify() == []
-    assert set_damaged_aside(tiny_checkpoint, cache) is None
-    assert folder.is_dir()
-
-
-def test_override_that_the_records_cannot_serve_does_not_count_as_damage(tiny_checkpoint, cache, folder):
     with pytest.raises(InvalidInput):
         open_default_database(tiny_checkpoint, cache, heads="all the best")
     assert open_default_database(tiny_checkpoint, cache, threshold=0.7).search.policy.groups
     assert set_damaged_aside(tiny_checkpoint, cache) is None
     assert folder.is_dir()
-
-
-def test_missing_database_is_not_set_aside(tiny_checkpoint, tmp_path):
-    assert set_damaged_aside(tiny_checkpoint, tmp_path) is None
+    assert set_damaged_aside(tiny_checkpoint, cache / "absent") is None
 
 
 def test_only_the_last_damaged_database_is_kept(tiny_checkpoint, tiny_database, cache, folder):

@@ -94,43 +94,34 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
     assert (folder / "manifest.json").stat() == before
 
 
-def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
-    folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.3"
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
+        ("tiny-bert", "tiny-bert"),
         ("sentence-transformers/all-MiniLM-L6-v3.1", "all-MiniLM-L6-v3.1"),
         ("./models/my model (new)", "my-model-new-"),
         ("/a/b/model/", "model"),
     ],
 )
-def test_folder_name_has_only_plain_characters(tiny_checkpoint, tmp_path, name, shown):
+def test_folder_has_a_plain_name_of_model_fingerprint_and_format(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
     assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.3"
 
 
-def test_other_templates_or_pooling_have_another_folder(tiny_checkpoint, tmp_path):
+def test_other_weights_templates_or_pooling_have_another_folder(
+    tiny_checkpoint, tiny_classifier_checkpoint, tmp_path
+):
     """Other templates give other token sequences, and other pooling gives other budgets."""
     ways = (
         tiny_checkpoint,
+        replace(tiny_classifier_checkpoint, name=tiny_checkpoint.name),
         tiny_checkpoint.adapted(template=Template("query: ")),
         tiny_checkpoint.adapted(pooling="cls"),
         tiny_checkpoint.adapted(labels=["card", "bank"]),
         tiny_checkpoint.adapted(labels=["bank", "card"], label_logits=True),
     )
-    assert len({default_database_folder(way, tmp_path) for way in ways}) == 5
-
-
-def test_other_weights_have_another_folder(tiny_checkpoint, tiny_classifier_checkpoint, tmp_path):
-    folders = {
-        default_database_folder(replace(checkpoint, name="same"), tmp_path)
-        for checkpoint in (tiny_checkpoint, tiny_classifier_checkpoint)
-    }
-    assert len(folders) == 2
+    assert len({default_database_folder(way, tmp_path) for way in ways}) == 6
 
 
 def test_default_folder_is_in_the_users_cache(tiny_checkpoint, tmp_path, monkeypatch):

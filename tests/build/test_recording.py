@@ -50,9 +50,9 @@ def sentences():
     return made
 
 
-def recording_of(engine, sentences, prototypes=4) -> Recording:
+def recording_of(engine, sentences, prototypes=4, **options) -> Recording:
     inputs = FirstInputs(engine.model, Path(tempfile.gettempdir()))
-    return Recording(engine.model, sentences, LAYOUT, prototypes, SEAL, inputs)
+    return Recording(engine.model, sentences, LAYOUT, prototypes, SEAL, inputs, **options)
 
 
 @pytest.fixture(scope="module")
@@ -89,30 +89,32 @@ def training_sequences(sentences, length) -> list[list[int]]:
     ]
 
 
+def recorded_sequences(sentences, length) -> list[list[int]]:
+    """Return the sequences of a length in the order of their records."""
+    training = training_sequences(sentences, length)
+    return [*training, *(ids for ids in sentences.sequences if len(ids) == length and ids not in training)]
+
+
 def test_every_length_up_to_the_longest_sentence_has_a_segment(recording, store):
     assert recording.lengths == list(store.segments) == list(range(4, 12))
 
 
 def test_training_sentences_come_first_then_those_held_out_then_prototypes(sentences, recording, store):
-    for length in COUNTS:
-        segment, training = store.segments[length], training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
-        for number, ids in enumerate([*training, *held_out]):
+    for length in recording.lengths:
+        segment, sequences = store.segments[length], recorded_sequences(sentences, length)
+        for number, ids in enumerate(sequences):
             assert segment.holds_tokens(number, ids)
-        stored = len(training) + len(held_out)
-        assert recording.stored(length) == stored
+        assert recording.stored(length) == len(sequences) == COUNTS.get(length, 0)
         assert recording.records(length) == len(segment)
         synthetic = len(np.unique(recording.clusters(length)))
         # The mean of all members is first. A single cluster equals the mean and is not recorded again.
         kinds = [2, *[1] * (synthetic if synthetic > 1 else 0)] if synthetic else []
-        assert segment.kinds.tolist() == [0] * stored + kinds
+        assert segment.kinds.tolist() == [0] * len(sequences) + kinds
 
 
 def test_record_of_a_sentence_holds_its_maps_heads_by_rank(tiny_engine, sentences, store):
     for length in COUNTS:
-        training = training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
-        for number, ids in enumerate([*training, *held_out][:5]):
+        for number, ids in enumerate(recorded_sequences(sentences, length)[:5]):
             for found, maps in zip(record(store, length, number), stored_maps(tiny_engine, ids), strict=True):
                 np.testing.assert_allclose(found, maps, atol=SIXTEEN_BITS)
 
@@ -163,13 +165,6 @@ def test_members_are_training_sentences_and_longer_sentences_cut_to_the_length(s
         assert all(ids in longer for ids in cut)
         # The shortest of the longer sentences are taken first.
         assert cut == longer[: len(cut)]
-
-
-def test_length_without_a_sentence_has_synthetic_records_of_longer_ones(recording, store):
-    for length in (6, 7):
-        assert recording.stored(length) == 0
-        assert len(store.segments[length]) > 0
-        assert synthetic_records(store, length) == list(range(len(store.segments[length])))
 
 
 def test_lengths_between_training_and_longer_held_out_sentences_have_no_records(tiny_engine, tmp_path):
@@ -231,16 +226,22 @@ def test_features_are_those_of_each_sentence_in_the_order_of_the_records(tiny_en
     features = recording.features(network)
     assert list(features) == sorted(COUNTS)
     for length, rows in features.items():
-        training = training_sequences(sentences, length)
-        held_out = [ids for ids in sentences.sequences if len(ids) == length and ids not in training]
-        expected = [features_of(tiny_engine, network, ids) for ids in [*training, *held_out]]
+        expected = [features_of(tiny_engine, network, ids) for ids in recorded_sequences(sentences, length)]
         np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
-def test_feature_of_a_synthetic_record_is_the_mean_of_its_members(tiny_engine, recording, store):
+def test_index_knows_every_synthetic_record_and_its_kind_and_as_its_feature_the_mean_of_its_members(
+    tiny_engine, recording, store
+):
     network = projector(tiny_engine)
     index = recording.prototype_index(network)
     assert index.lengths.tolist() == sorted(index.lengths)
+    listed = zip(index.lengths.tolist(), index.records.tolist(), index.kinds.tolist(), strict=True)
+    assert set(listed) == {
+        (length, number, int(segment.kinds[number]))
+        for length, segment in store.segments.items()
+        for number in synthetic_records(store, length)
+    }
     assert 11 not in index
     for row, (length, number) in enumerate(zip(index.lengths, index.records, strict=True)):
         members = members_of(recording, store, int(length), int(number))
@@ -248,22 +249,10 @@ def test_feature_of_a_synthetic_record_is_the_mean_of_its_members(tiny_engine, r
         np.testing.assert_allclose(index.features[row], expected, atol=1e-5)
 
 
-def test_index_knows_every_synthetic_record_of_the_store_and_its_kind(tiny_engine, recording, store):
-    index = recording.prototype_index(projector(tiny_engine))
-    listed = zip(index.lengths.tolist(), index.records.tolist(), index.kinds.tolist(), strict=True)
-    held = {
-        (length, number, int(segment.kinds[number]))
-        for length, segment in store.segments.items()
-        for number in synthetic_records(store, length)
-    }
-    assert set(listed) == held
-
-
 def test_segments_of_synthetic_records_hold_the_records_that_were_written_with_the_sentences(
     tiny_engine, sentences, tmp_path
 ):
-    inputs = FirstInputs(tiny_engine.model, tmp_path)
-    alone = Recording(tiny_engine.model, sentences, LAYOUT, 4, SEAL, inputs, synthetic_only=True)
+    alone = recording_of(tiny_engine, sentences, synthetic_only=True)
     recorded = alone.write(tmp_path / "recorded", RANK, lambda *_: None)
     store = alone.write_synthetic(recorded, tmp_path)
     # Lengths 9 to 11 have fewer than eight members.
@@ -282,6 +271,5 @@ def test_segments_of_synthetic_records_hold_the_records_that_were_written_with_t
 
 def test_length_without_sentences_and_with_too_few_longer_ones_has_no_segment(tiny_engine, tmp_path):
     few = made_sentences({5: 20, 9: 2}, {})
-    inputs = FirstInputs(tiny_engine.model, tmp_path)
-    alone = Recording(tiny_engine.model, few, LAYOUT, 4, SEAL, inputs, synthetic_only=True)
+    alone = recording_of(tiny_engine, few, synthetic_only=True)
     assert list(alone.write(tmp_path, RANK, lambda *_: None).segments) == alone.lengths == [5, 9]

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from attncache_core.corpus.sample import TextSampler, sample_folder
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.generations import Generation, Result, kept_generations, read_renewals
+from attncache_core.reuse.maps.generations import Result, kept_generations, read_renewals
 from attncache_core.reuse.maps.policy import Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 
@@ -52,7 +51,11 @@ def texts():
 
 @pytest.fixture(scope="module")
 def load(tiny_checkpoint):
-    return lambda database: PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    return loader(tiny_checkpoint)
+
+
+def loader(checkpoint):
+    return lambda database: PrefillEngine.load(checkpoint, database=database, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +107,11 @@ def stopped(stopped_once, tmp_path):
     return Path(shutil.copytree(folder, tmp_path / "stopped.db")), built
 
 
-def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_removed(root, load, texts):
+def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_removed(
+    root, load, texts, tiny_engine
+):
     tighten(root)
+    before = AttentionDatabase.open(root).manifest
     renewed = renew_database(load, root, texts, min_gain=0)
     assert (renewed.result, renewed.generation) == (Result.PUBLISHED, 1)
     database = AttentionDatabase.open(root)
@@ -114,9 +120,12 @@ def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_re
     assert numbers(root) == [0, 1]
     assert renewed.measured["present"]["hit_rate"] == 0
     assert renewed.measured["new"]["hit_rate"] > 0.5
+    assert holds_any(database, tiny_engine.tokenize(texts[:-30]))
     # The options of the build before.
     assert database.manifest.build["heads"] == "3"
     assert database.manifest.policy.budget.least == 0.5
+    # The projector goes on from the one before, with a quarter of the steps.
+    assert database.manifest.build["start_from"] == before.id
 
     again = renew_database(load, root, texts, min_gain=0)
     assert again.result is Result.REFUSED
@@ -126,6 +135,19 @@ def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_re
     info = AttentionDatabase.open(root).info()
     assert info.renewals == {"published": 1, "refused": 1, "no_gain": 0, "rolled_back": 0}
     assert info.last_renewal["reason"] == again.reason
+
+    # What is kept holds no text and no token.
+    lines = (root / "renewals.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        kept = json.loads(line)
+        assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
+        assert {*kept["measured"]} == {"texts", "held_out", "near_duplicates", "present", "new"}
+        assert not any(text in line for text in texts)
+
+
+def holds_any(database, sequences) -> bool:
+    return any(database.search.store.record_of(ids) is not None for ids in sequences)
 
 
 def test_planted_duplicates_of_the_newest_tenth_are_not_trained_on_and_raise_no_figure(
@@ -150,31 +172,15 @@ def test_planted_duplicates_of_the_newest_tenth_are_not_trained_on_and_raise_no_
     assert with_planted.measured["new"] == without.measured["new"]
 
 
-def test_renewals_hold_no_text_and_no_token(root, load, texts):
-    renew_database(load, root, texts, min_gain=0)
-    (line,) = (root / "renewals.jsonl").read_text().splitlines()
-    kept = json.loads(line)
-    assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
-    assert {*kept["measured"]} == {"texts", "held_out", "near_duplicates", "present", "new"}
-    assert not any(text in line for text in texts)
-
-
-@pytest.mark.parametrize("synthetic_only", [False, True])
-def test_generation_holds_records_of_single_texts_unless_it_is_to_be_synthetic(
-    root, load, texts, tiny_engine, synthetic_only
-):
+def test_generation_that_is_to_be_synthetic_holds_no_record_of_a_single_text(root, load, texts, tiny_engine):
     tighten(root)
-    renewed = renew_database(load, root, texts, min_gain=0, synthetic_only=synthetic_only)
+    before = AttentionDatabase.open(root).manifest
+    renewed = renew_database(load, root, texts, min_gain=0, synthetic_only=True)
     assert renewed.result is Result.PUBLISHED
     database = AttentionDatabase.open(root)
-    assert (database.manifest.records == {}) == synthetic_only
-    recorded = [database.search.store.record_of(ids) is not None for ids in tiny_engine.tokenize(texts[:-30])]
-    assert any(recorded) != synthetic_only
-    # The projector goes on from the one before, with a quarter of the steps.
-    assert (
-        database.manifest.build["start_from"]
-        == AttentionDatabase.open_generation(Generation(root, 0)).manifest.id
-    )
+    assert database.manifest.records == {}
+    assert not holds_any(database, tiny_engine.tokenize(texts[:-30]))
+    assert database.manifest.build["start_from"] == before.id
 
 
 def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, monkeypatch):
@@ -215,12 +221,6 @@ def test_disk_that_is_full_changes_nothing_and_the_renewal_goes_on_later(root, l
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
 
 
-def test_too_few_texts_are_refused_before_anything_is_built(root, load, texts, monkeypatch):
-    monkeypatch.setattr(renewal, "build_database", None)
-    with pytest.raises(InvalidInput, match="renew from at least 200 texts"):
-        renew_database(load, root, texts[:190], min_gain=0)
-
-
 def test_texts_that_the_present_generation_has_recorded_are_not_measured(root, load, texts, tiny_corpus):
     recorded = [sentence.text for sentence in tiny_corpus[::3]][:10]
     renewed = renew_database(load, root, [*texts[:-10], *recorded, *texts[-20:]], min_gain=0)
@@ -233,19 +233,20 @@ def test_database_without_a_budget_is_refused(load, texts, tiny_database, tmp_pa
         renew_database(load, root, texts, min_gain=0)
 
 
-def test_other_pooling_than_that_of_the_budget_is_refused_before_anything_is_built(
-    root, texts, tiny_checkpoint, monkeypatch
+def test_what_cannot_be_renewed_is_refused_before_anything_is_built(
+    root, load, texts, tiny_checkpoint, tiny_classifier_checkpoint, monkeypatch
 ):
     monkeypatch.setattr(renewal, "build_database", None)
-    other = partial(PrefillEngine.load, tiny_checkpoint.adapted(pooling="max"), dtype="float32")
-    with pytest.raises(DatabaseRefused, match="keeps its budget only with the pooling"):
-        renew_database(lambda database: other(database=database), root, texts, min_gain=0)
-
-
-def test_database_of_another_model_is_refused(root, texts, tiny_classifier_checkpoint):
-    other = partial(PrefillEngine.load, tiny_classifier_checkpoint, dtype="float32")
-    with pytest.raises(DatabaseRefused, match="fingerprint"):
-        renew_database(lambda database: other(database=database), root, texts, min_gain=0)
+    other_pooling = tiny_checkpoint.adapted(pooling="max")
+    for loading, renewed_from, error, words in (
+        (load, texts[:190], InvalidInput, "renew from at least 200 texts"),
+        (load, None, InvalidInput, "start the server with --sample, or give --corpus FILE"),
+        (loader(tiny_classifier_checkpoint), texts, DatabaseRefused, "fingerprint"),
+        (loader(other_pooling), texts, DatabaseRefused, "keeps its budget only with the pooling"),
+    ):
+        with pytest.raises(error, match=words):
+            renew_database(loading, root, renewed_from, min_gain=0)
+    assert numbers(root) == [0]
 
 
 def sample(root, sequences, client=None, asked_at=0):
@@ -271,7 +272,7 @@ def test_database_is_renewed_from_a_sample_as_from_a_corpus_but_holds_no_sampled
     assert renewed.measured == of_corpus.measured
     database = AttentionDatabase.open(root)
     assert database.manifest.records == {}
-    assert all(database.search.store.record_of(ids) is None for ids in sequences)
+    assert not holds_any(database, sequences)
     assert database.verify() == []
 
 
@@ -353,11 +354,6 @@ def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_da
     renewed = renew_database(load, root, min_gain=0)
     assert texts_are == "days old" or renewed.result is Result.PUBLISHED
     assert (AttentionDatabase.open(root).manifest.id == built) == (texts_are == "as they were")
-
-
-def test_folder_without_a_sample_is_refused(root, load):
-    with pytest.raises(InvalidInput, match="start the server with --sample, or give --corpus FILE"):
-        renew_database(load, root, min_gain=0)
 
 
 def test_sample_of_another_model_is_refused(root, load):

@@ -57,11 +57,13 @@ def test_database_is_whole_and_holds_means_alone(database):
     assert sorted(path.name for path in database.folder.parent.iterdir()) == [".a.db.lock", "a.db"]
 
 
-def test_nothing_is_searched_and_means_serve(database):
+def test_nothing_is_searched_and_means_serve_and_distances_to_the_texts_are_reported(database):
     groups = database.search.policy.groups
     assert not any(group.searched for group in groups)
     assert any(group.mean_serves for group in groups)
-    assert database.manifest.quality["hit_rate"] == database.manifest.quality["prototype_hit_rate"] > 0
+    quality = database.manifest.quality
+    assert quality["hit_rate"] == quality["prototype_hit_rate"] > 0
+    assert 0 < quality["map_distance"]["best"] <= quality["map_distance"]["chosen"]
 
 
 def test_recorded_text_has_the_outcome_of_any_other_text_of_its_length(
@@ -77,11 +79,6 @@ def test_recorded_text_has_the_outcome_of_any_other_text_of_its_length(
     assert found[0].outcomes == found[1].outcomes
     assert "prototype_hit" in found[0].outcomes
     assert all(np.isnan(result.similarities).all() for result in found)
-
-
-def test_distances_to_the_texts_are_reported_although_nothing_is_searched(database):
-    distances = database.manifest.quality["map_distance"]
-    assert 0 < distances["best"] <= distances["chosen"]
 
 
 @pytest.mark.parametrize("stop_at", [("writing records", 100), ("training the projector", 5)])
