@@ -94,6 +94,9 @@ def test_quotes_have_a_meaning_in_csv_only(file):
     assert texts(file("a.tsv", f'text\n{quoted}\nsay "b"\n')) == [quoted, 'say "b"']
     assert texts(file("a.txt", f"{quoted}\n")) == [quoted]
     assert texts(file("b.tsv", 'text\tlabel\n"a\tb"\nc\td\n')) == ['"a', "c"]
+    assert texts(file("b.csv", 'id,text\r\n1,"a, b\r\nc"\r\n2,d\r\n')) == ["a, b\r\nc", "d"]
+    long = "a text " * 30_000
+    assert texts(file("c.csv", f'text\n"{long}"\n')) == [long]
 
 
 @given(
@@ -129,16 +132,6 @@ def test_quotes_of_texts_stay_in_a_tsv_file(file, lines):
     assert texts(file("a.tsv", "\n".join(["text", *lines]))) == lines
 
 
-def test_csv_field_may_hold_commas_and_lines(file):
-    assert texts(file("a.csv", 'id,text\r\n1,"a, b\r\nc"\r\n2,d\r\n')) == ["a, b\r\nc", "d"]
-
-
-def test_columns_come_in_the_requested_order(file):
-    path = file("a.tsv", "a\tb\tc\n1\t2\t3\n")
-    assert list(read_rows(path, ("c", "a"))) == [("3", "1")]
-    assert list(read_rows(path, ("b", "b"))) == [("2", "2")]
-
-
 @pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
 def test_empty_lines_of_a_table_are_skipped(file, name):
     assert texts(file(name, "text\none\n\ntwo\n\n")) == ["one", "two"]
@@ -151,16 +144,6 @@ def test_empty_file_holds_nothing_or_no_header(file, name):
         assert "no header" in str(refusal(path))
     else:
         assert texts(path) == []
-
-
-def test_format_may_be_given(file):
-    path = file("data.log", "label\ttext\nx\thello\n")
-    assert texts(path, file_format="tsv") == ["hello"]
-
-
-def test_long_csv_field_is_read_whole(file):
-    text = "a text " * 30_000
-    assert texts(file("a.csv", f'text\n"{text}"\n')) == [text]
 
 
 @pytest.mark.parametrize("name", ["data", "data.parquet", "data.tsv.gz"])
@@ -262,54 +245,29 @@ def test_file_that_is_not_utf_8_is_refused(file, name):
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
-    assert "cannot be read: No such file" in str(refusal(str(tmp_path / "absent.tsv")))
     (tmp_path / "folder.txt").mkdir()
-    assert "cannot be read: Is a directory" in str(refusal(str(tmp_path / "folder.txt")))
+    for name, words in (("absent.tsv", "No such file"), ("folder.txt", "Is a directory")):
+        path = str(tmp_path / name)
+        assert f"{name} cannot be read: {words}" in str(refusal(path))
+        for source in (path, f"{path}:text"):
+            with pytest.raises(InvalidInput, match=f"{name} cannot be read: {words}"):
+                read_texts(source)
 
 
-def test_text_file_has_no_second_column(file):
-    assert "no columns" in str(refusal(file("a.txt", "hello\n"), "text", "label"))
-
-
-def test_standard_input_is_lines_by_default(standard_input):
+def test_standard_input_is_lines_by_default_and_is_read_once(standard_input):
     standard_input("ä\r\n\nb".encode())
     assert texts("-") == ["ä", "b"]
-    standard_input(b"label\ttext\nx\thello\n")
-    assert texts("-", file_format="tsv") == ["hello"]
+    assert "give it once" in str(refusal("-"))
+    standard_input(b"one\n\ntwo\n")
+    assert read_texts("-") == ["one", "two"]
+    for file_format, content in (("txt", b"hello\n"), ("tsv", b"label\ttext\nx\thello\n")):
+        for mark in (b"", BOM):
+            standard_input(mark + content)
+            assert texts("-", file_format=file_format) == ["hello"]
     standard_input(b'{"query": "hello"}\n')
     assert texts("-", "query", file_format="jsonl") == ["hello"]
-
-
-def test_standard_input_is_refused_the_second_time(standard_input):
-    standard_input(b"a\n")
-    assert texts("-") == ["a"]
-    assert "give it once" in str(refusal("-"))
-
-
-def test_standard_input_that_is_not_utf_8_is_refused(standard_input):
     standard_input(b"caf\xe9\n")
     assert "not UTF-8" in str(refusal("-"))
-
-
-@pytest.mark.parametrize(("file_format", "content"), [("txt", b"hello\n"), ("tsv", b"text\nhello\n")])
-def test_byte_order_mark_on_standard_input_is_not_text(standard_input, file_format, content):
-    standard_input(BOM + content)
-    assert texts("-", file_format=file_format) == ["hello"]
-
-
-def test_labelled_texts_are_two_lists_of_equal_length(file):
-    path = file("a.csv", 'text,label\none,x\n"two, three",y\n')
-    assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.tsv", "text\tlabel\n"), ("a.jsonl", "\n")])
-def test_labelled_file_without_a_row_is_refused(file, name, content):
-    with pytest.raises(InvalidInput, match="has no texts"):
-        read_labelled(file(name, content), "text", "label")
-
-
-def test_label_that_is_not_a_text_is_refused(file):
-    assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
 
 
 @pytest.mark.parametrize("label", ["", " x", "x ", " "])
@@ -321,34 +279,25 @@ def test_label_that_is_empty_or_has_spaces_around_it_is_refused_with_its_line(fi
     assert SECRET not in str(refused.value)
 
 
-def test_source_without_columns_gives_the_texts_of_the_default_column(file):
-    path = file("a.tsv", "text\tquery\none\t1\ntwo\t2\n")
-    assert read_texts(path) == ["one", "two"]
-    assert read_texts(path, "query") == ["1", "2"]
-    assert read_texts(file("a.txt", "one\n\ntwo\n"), "query") == ["one", "two"]
-
-
 def test_columns_of_a_source_are_read_row_by_row_in_the_given_order(file):
-    path = file("a.csv", "a,b,c\n1,2,3\n4,5,6\n")
+    path = file("a.csv", "text,b,c\n1,2,3\n4,5,6\n")
+    assert read_texts(path) == ["1", "4"]
+    assert read_texts(path, "b") == ["2", "5"]
     assert read_texts(f"{path}:c") == ["3", "6"]
-    assert read_texts(f"{path}:c,a", "b") == ["3", "1", "6", "4"]
+    assert read_texts(f"{path}:c,text", "b") == ["3", "1", "6", "4"]
+    assert list(read_rows(path, ("c", "b", "b"))) == [("3", "2", "2"), ("6", "5", "5")]
+    named = file("a.log", "a\tb\n1\t2\n")
+    assert read_texts(f"{named}:b", file_format="tsv") == ["2"]
+    assert read_texts(file("a.txt", "one\n\ntwo\n"), "query") == ["one", "two"]
+    assert "no columns" in str(refusal(file("a.txt", "hello\n"), "text", "label"))
 
 
-def test_format_may_be_given_together_with_columns(file):
-    path = file("a.log", "a\tb\n1\t2\n")
-    assert read_texts(f"{path}:b", file_format="tsv") == ["2"]
-
-
-def test_colon_in_the_name_of_an_existing_file_does_not_start_columns(file):
+def test_name_of_an_existing_file_may_hold_a_colon(file):
     path = file("a:b.tsv", "text\tb\none\t1\n")
     assert read_texts(path) == ["one"]
     assert read_texts(f"{path}:b,text") == ["1", "one"]
-
-
-def test_existing_file_with_a_name_that_looks_like_columns_is_read(file):
     file("a.tsv", "b.tsv\nno\n")
-    path = file("a.tsv:b.tsv", "text\nyes\n")
-    assert read_texts(path) == ["yes"]
+    assert read_texts(file("a.tsv:b.tsv", "text\nyes\n")) == ["yes"]
 
 
 @pytest.mark.parametrize(
@@ -362,20 +311,13 @@ def test_missing_column_of_a_source_is_refused_with_the_existing_columns(file, c
     assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("columns", ["", ":text"])
-def test_missing_source_is_refused_with_its_name(tmp_path, columns):
-    with pytest.raises(InvalidInput, match=r"absent.tsv cannot be read: No such file"):
-        read_texts(f"{tmp_path / 'absent.tsv'}{columns}")
-
-
-def test_standard_input_can_be_a_source(standard_input):
-    standard_input(b"one\n\ntwo\n")
-    assert read_texts("-") == ["one", "two"]
-
-
 def test_rated_pairs_are_three_lists_of_equal_length(file):
     path = file("a.tsv", "id\tscore\tone\ttwo\n1\t4.5\ta\tb\n2\t-1e-1\tc\td\n3\t 3 \te\tf\n")
     assert read_rated(path, "two", "one", "score") == (["b", "d", "f"], ["a", "c", "e"], [4.5, -0.1, 3.0])
+    with pytest.raises(InvalidInput, match="no column 'rating'"):
+        read_rated(path, "one", "two", "rating")
+    with pytest.raises(InvalidInput, match="has no pairs"):
+        read_rated(file("b.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
 
 
 @pytest.mark.parametrize("rating", ["four", "1,5", "1_0", "nan", "-inf", "1e999", SECRET])
@@ -387,16 +329,13 @@ def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, ra
     assert SECRET not in str(refused.value)
 
 
-def test_rated_file_without_a_pair_or_a_column_is_refused(file):
-    with pytest.raises(InvalidInput, match="has no pairs"):
-        read_rated(file("a.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
-    with pytest.raises(InvalidInput, match="no column 'score'"):
-        read_rated(file("b.tsv", "one\ttwo\trating\na\tb\t1\n"), "one", "two", "score")
-
-
-def test_texts_with_labels_are_read_from_the_named_column(file):
-    path = file("asked.csv", "text,asked,kind\nno,yes,a\nno,again,b\n")
-    assert read_labelled(f"{path}:asked", "text", "kind") == (["yes", "again"], ["a", "b"])
-    assert read_labelled(path, "text", "kind") == (["no", "no"], ["a", "b"])
+def test_labelled_texts_are_two_lists_of_equal_length(file):
+    path = file("asked.csv", 'text,asked,label\none,yes,x\n"two, three",again,y\n')
+    assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])
+    assert read_labelled(f"{path}:asked", "text", "label") == (["yes", "again"], ["x", "y"])
     with pytest.raises(InvalidInput, match="name one column for the texts"):
-        read_labelled(f"{path}:text,asked", "text", "kind")
+        read_labelled(f"{path}:text,asked", "text", "label")
+    assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
+    for name, content in (("a.tsv", "text\tlabel\n"), ("b.jsonl", "\n")):
+        with pytest.raises(InvalidInput, match="has no texts"):
+            read_labelled(file(name, content), "text", "label")

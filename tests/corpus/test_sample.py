@@ -111,22 +111,17 @@ def test_smaller_sample_drops_texts_at_the_next_start(tmp_path):
     assert len(numbers(tmp_path)) == 20
 
 
-def test_key_with_more_than_its_share_is_cut_to_the_next(tmp_path):
+def test_key_with_more_than_its_share_is_cut_to_the_next_and_an_only_key_keeps_its_texts(tmp_path):
     sampler = opened(tmp_path, max_texts=10_000)
     offer(sampler, 1000, client="noise")
+    sampler.sync()
+    assert len(numbers(tmp_path)) == 1000
     offer(sampler, 100, first=5000, client="a", asked_at=HOUR)
     offer(sampler, 60, first=6000, client="b", asked_at=HOUR)
     end(sampler)
     read = numbers(tmp_path)
     assert sum(number < 1000 for number in read) == 100
     assert sum(number >= 5000 for number in read) == 160
-
-
-def test_only_key_keeps_its_texts(tmp_path):
-    sampler = opened(tmp_path, max_texts=1000)
-    offer(sampler, 100, client="a")
-    end(sampler)
-    assert len(numbers(tmp_path)) == 100
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -65,6 +65,7 @@ def test_kinds_for_fitting_and_for_measuring_are_disjoint_and_at_least_16_each(t
     assert min(len(FITTED), len(MEASURED)) >= 16
     assert {text.kind for text in texts if text.fitted} == FITTED.keys()
     assert {text.kind for text in texts if not text.fitted} == MEASURED.keys()
+    assert list(by_kind(texts)) == KINDS
 
 
 def test_most_fitted_kinds_are_english_of_many_subjects_and_as_long_as_real_sentences(texts):
@@ -73,10 +74,6 @@ def test_most_fitted_kinds_are_english_of_many_subjects_and_as_long_as_real_sent
     words = [len(text.text.split()) for text in texts if text.kind in PROSE]
     assert 12 <= np.median(words) <= 30
     assert min(words) <= 3
-
-
-def test_kinds_come_in_the_order_of_the_tables(texts):
-    assert list(by_kind(texts)) == KINDS
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +96,11 @@ def test_every_kind_has_40_texts_of_mixed_lengths_most_of_5_to_35_tokens(texts, 
         assert len({tuple(text.ids) for text in encoded}) >= 30, kind
 
 
-def test_kinds_of_unusual_composition_have_only_words_of_the_corpus(corpus, texts):
-    words, kinds = {word for text in corpus for word in text.split()}, by_kind(texts)
+def test_kinds_of_unusual_composition_are_what_their_names_say(corpus, texts):
+    kinds, known = by_kind(texts), {word for text in corpus for word in text.split()}
     for kind in WORDS_OF_THE_CORPUS:
         for text in kinds[kind]:
-            assert set(text.split()[:-1]) <= words, kind  # a long text is cut, maybe within a word
-
-
-def test_kinds_of_unusual_composition_are_what_their_names_say(corpus, texts):
-    kinds = by_kind(texts)
+            assert set(text.split()[:-1]) <= known, kind  # a long text is cut, maybe within a word
     assert {len(text.split()) for text in kinds["few_words"]} == {2, 3, 4, 5}
     assert max(len(word) for text in kinds["short_words"] for word in text.split()) == 3
     counts = Counter(word for text in corpus for word in text.split())
