@@ -57,7 +57,7 @@ def given_to(tokenizer):
     return sum(tokenizer._tokenizer.given)
 
 
-def test_template_with_too_many_characters_for_the_number_of_texts_is_refused(tokenizer):
+def test_template_with_too_many_characters_is_refused_before_it_is_tokenised(tokenizer):
     prompt = tokenizer.prompt(Template("my card " * 2500, " is"))
     before = given_to(tokenizer)
     with pytest.raises(InputTooLong, match=r"20003 characters.*256 inputs at most 6250.*shorter") as refused:
@@ -66,6 +66,9 @@ def test_template_with_too_many_characters_for_the_number_of_texts_is_refused(to
     with pytest.raises(InputTooLong) as refused:
         tokenizer.tokenize(["card"], truncate=True, prompt=prompt, max_total_tokens=1000)
     assert refused.value.field == "template"
+    with pytest.raises(InvalidInput, match="prompt_name: there is no room left") as refused:
+        tokenizer.prompt(Template("my card " * 100_000), field="prompt_name")
+    assert refused.value.field == "prompt_name"
     assert given_to(tokenizer) == before
     assert len(tokenizer.tokenize(["card"] * 5, truncate=True, prompt=prompt, max_total_tokens=100_000)) == 5
 
@@ -128,13 +131,6 @@ def test_labels_with_too_many_characters_are_refused_before_they_are_tokenised(
         LabelTokens.of(tokenizer, template, labels)
     assert refused.value.field == field
     assert remedy in str(refused.value)
-    assert given_to(tokenizer) == 0
-
-
-def test_template_that_leaves_no_room_for_a_text_is_refused_before_it_is_tokenised(tokenizer):
-    with pytest.raises(InvalidInput, match="prompt_name: there is no room left") as refused:
-        tokenizer.prompt(Template("my card " * 100_000), field="prompt_name")
-    assert refused.value.field == "prompt_name"
     assert given_to(tokenizer) == 0
 
 

@@ -271,14 +271,15 @@ def test_text_is_cut_so_that_template_and_label_stay_whole(tiny_llama):
         engine.tokenize([text], truncate=False, prompt=label_tokens.prompt)
 
 
-def test_labels_that_leave_no_room_are_refused(tiny_llama):
+@pytest.mark.parametrize(
+    ("labels", "room", "field"),
+    [(("bank " * 9 + "lost", "card"), 5, "labels"), (("bank lost", "card"), 0, "template")],
+)
+def test_labels_that_leave_no_room_are_refused(tiny_llama, labels, room, field):
     alone = len(AutoTokenizer.from_pretrained(tiny_llama)(TEMPLATE.around(""))["input_ids"])
     with pytest.raises(InvalidInput, match="no room left for a text") as refused:
-        load(tiny_llama, ("bank " * 9 + "lost", "card"), max_tokens=alone + 5)
-    assert refused.value.field == "labels"
-    with pytest.raises(InvalidInput, match="no room left for a text") as refused:
-        load(tiny_llama, ("bank lost", "card"), max_tokens=alone)
-    assert refused.value.field == "template"
+        load(tiny_llama, labels, max_tokens=alone + room)
+    assert refused.value.field == field
 
 
 class GivenTokens:
@@ -414,16 +415,15 @@ def test_decoder_for_labels_is_read_at_its_last_token(tiny_llama):
     )
 
 
-def test_embeddings_of_a_model_that_is_served_for_labels_are_refused(engine):
-    with pytest.raises(InvalidInput, match="load it without task label-logits"):
-        engine.embed(["card"])
-
-
-def test_without_labels_there_is_nothing_to_choose_from(engine):
+def test_what_a_model_is_not_served_for_is_refused(engine, tiny_engine):
     with pytest.raises(NoClassifier, match="give labels"):
         engine.decisions.labels_in(TEMPLATE)
     with pytest.raises(NoClassifier):
         engine.decisions.comparator(Measure.AGREEMENT)
+    with pytest.raises(InvalidInput, match="load it without task label-logits"):
+        engine.embed(["card"])
+    with pytest.raises(InvalidInput, match="task label-logits only"):
+        tiny_engine.decisions.labels_in(TEMPLATE, SINGLE)
 
 
 def test_model_that_predicts_no_next_token_is_refused_with_what_helps(tmp_path, tiny_classifier_checkpoint):
@@ -442,11 +442,6 @@ def test_decoder_without_its_head_is_refused(tmp_path):
     model.model.save_pretrained(folder)
     with pytest.raises(UnsupportedModel, match="no weights for lm_head"):
         load(folder)
-
-
-def test_template_of_a_model_that_is_not_served_for_labels_is_refused(tiny_engine):
-    with pytest.raises(InvalidInput, match="task label-logits only"):
-        tiny_engine.decisions.labels_in(TEMPLATE, SINGLE)
 
 
 def test_labels_of_an_embedding_model_are_compared_by_embedding(tmp_path):

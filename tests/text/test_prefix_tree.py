@@ -50,15 +50,9 @@ def rows_of(batch, sequences):
 
 @given(tries)
 @example(NESTED)
-def test_every_distinct_prefix_has_one_row(sequences):
+def test_every_distinct_prefix_has_one_row_and_every_sequence_is_found_with_its_positions(sequences):
     batch = shared_wherever_possible(sequences)
     assert len(batch.ids) == batch.offsets[-1] == len(prefixes_of(sequences))
-
-
-@given(tries)
-@example(NESTED)
-def test_every_sequence_is_found_with_its_positions_and_ends_where_it_should(sequences):
-    batch = shared_wherever_possible(sequences)
     rows = rows_of(batch, sequences)
     assert [batch.ids[row].tolist() for row in rows] == sequences
     assert [batch.positions[row].tolist() for row in rows] == [list(range(len(ids))) for ids in sequences]
@@ -72,7 +66,7 @@ def test_every_sequence_is_found_with_its_positions_and_ends_where_it_should(seq
 
 @given(tries)
 @example(NESTED)
-def test_parents_come_first_and_the_rows_of_all_descendants_follow_their_run(sequences):
+def test_parents_come_first_and_descendants_follow_and_a_condition_on_runs_holds_on_whole_paths(sequences):
     batch = shared_wherever_possible(sequences)
     if batch.tree is None:
         return
@@ -83,6 +77,9 @@ def test_parents_come_first_and_the_rows_of_all_descendants_follow_their_run(seq
         if parents[run] >= 0:
             below[parents[run]] |= below[run]
     assert below == [set(range(run, end)) for run, end in enumerate(ends)]
+    runs = np.logical_and.reduceat(batch.ids.numpy() != 0, batch.offsets[:-1])
+    found = batch.in_callers_order(batch.tree.of_sequences(runs))
+    assert found.tolist() == [0 not in ids for ids in sequences]
 
 
 @given(tries, st.sampled_from([None, 0, 2]), st.sampled_from([1, 3, 256]))
@@ -117,18 +114,6 @@ def test_a_row_sees_the_given_tokens_of_its_tree_which_see_nothing_if_they_are_m
     assert (of_given[rows].sum(axis=1) == count).all()
     for first, end in pairwise([*tree.offsets[tree.trees[:-1]].tolist(), int(tree.offsets[-1])]):
         assert whole[first : first + count].any() == (end - first <= max_rows)
-
-
-@given(tries)
-@example(NESTED)
-def test_a_condition_on_runs_holds_for_a_sequence_if_it_holds_on_its_whole_path(sequences):
-    batch = shared_wherever_possible(sequences)
-    if batch.tree is None:
-        return
-    allowed = batch.ids.numpy() != 0
-    runs = np.logical_and.reduceat(allowed, batch.offsets[:-1])
-    found = batch.in_callers_order(batch.tree.of_sequences(runs))
-    assert found.tolist() == [0 not in ids for ids in sequences]
 
 
 def test_trees_are_apart_if_a_common_beginning_saves_little():

@@ -56,16 +56,20 @@ def test_template_of_pairs_is_the_text_around_query_and_document():
     assert refused.value.field == "instruction"
 
 
+ONCE = r"must hold \{\}, .*, exactly once"
+
+
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
+        *((written, ONCE) for written in ("", "no place", "{ }", "{text}", "{} or {}")),
         ("{document} {query}", "in front of"),
         ("{query}", "exactly once"),
         ("{query} {document} {document}", "exactly once"),
         ("{instruction:a} {instruction:b} {query} {document}", "at most once"),
     ],
 )
-def test_template_of_pairs_that_is_not_complete_is_refused(written, reason):
+def test_template_that_does_not_hold_each_placeholder_once_is_refused(written, reason):
     with pytest.raises(InvalidInput, match=reason) as refused:
         Template.parse(written)
     assert refused.value.field == "template"
@@ -113,13 +117,6 @@ def test_fingerprint_covers_the_text_between_query_and_document(llama):
         for template in (Template("a", "b"), Template("a", "b", ""), Template("a", "b", "c"))
     }
     assert len(prints) == 3
-
-
-@pytest.mark.parametrize("written", ["", "no place", "{ }", "{text}", "{} or {}"])
-def test_template_without_exactly_one_placeholder_is_refused(written):
-    with pytest.raises(InvalidInput, match=r"must hold \{\}, .*, exactly once") as refused:
-        Template.parse(written)
-    assert refused.value.field == "template"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +254,9 @@ def test_unknown_prompt_name_is_refused_with_the_known_names(tiny_engine, tmp_pa
         tiny_engine.embed(["card"], prompt_name="ask")
 
 
-def test_template_and_pooling_change_the_embedding_fingerprint_but_not_the_map_fingerprint(llama):
+def test_template_and_pooling_change_the_embedding_fingerprint_but_not_the_map_fingerprint(
+    llama, tiny_classifier_checkpoint
+):
     checkpoints = [
         llama,
         llama.adapted(template=ONE_WORD),
@@ -268,9 +267,6 @@ def test_template_and_pooling_change_the_embedding_fingerprint_but_not_the_map_f
     assert len({checkpoint.fingerprint() for checkpoint in checkpoints}) == 1
     assert llama.adapted() == llama
     assert checkpoints[3].pooling == Pooling(("lasttoken",))
-
-
-def test_pooling_of_a_classifier_is_refused(tiny_classifier_checkpoint):
     with pytest.raises(InvalidInput, match="pooling is for embeddings"):
         tiny_classifier_checkpoint.adapted(pooling="mean")
 
@@ -300,9 +296,6 @@ def test_front_does_not_hold_the_special_token_at_the_end(tmp_path):
     *prefix, closing = tokenizer.tokenize(["the bank:"], truncate=True)[0]
     assert tokenizer.front(Template("the bank:")) == prefix
     assert closing not in prefix
-
-
-def test_template_without_a_prefix_has_no_front(llama):
     with pytest.raises(InvalidInput, match=r"no text in front of \{\}") as refused:
-        TextTokenizer(llama).front(Template("", " means"))
+        tokenizer.front(Template("", " means"))
     assert refused.value.field == "template"

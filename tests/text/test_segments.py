@@ -18,30 +18,25 @@ from attncache_core.text.tokenizer import TextTokenizer
 FRAME = Frame([1, 2, 3], [4, 5], room=100, opening=2)
 
 
-def test_segments_stand_behind_the_opening_and_the_template_stands_around_the_query():
-    found = segmented(FRAME, [[10, 11], [20], [30, 31, 32]], [90, 91], [7])
-    assert found.ids == [1, 2, 10, 11, 7, 20, 7, 30, 31, 32, 7, 3, 90, 91, 4, 5]
-    assert found.spans == [(2, 4), (5, 6), (7, 10)]
-    assert found.opening == [1, 2]
-
-
-def test_without_a_separator_segments_touch_each_other():
-    found = segmented(FRAME, [[10, 11], [20]], [90], [])
-    assert found.ids == [1, 2, 10, 11, 20, 3, 90, 4, 5]
-    assert found.spans == [(2, 4), (4, 5)]
-
-
-def test_headings_stand_in_front_of_segments_and_do_not_belong_to_them():
-    found = segmented(FRAME, [[10, 11], [20]], [90], [7], [[60], [61, 62]])
-    assert found.ids == [1, 2, 60, 10, 11, 7, 61, 62, 20, 7, 3, 90, 4, 5]
-    assert found.spans == [(3, 5), (8, 9)]
-
-
-def test_segments_without_tokens_leave_no_trace():
-    found = segmented(FRAME, [[], [10], [], [20], []], [90], [7], [[60], [61], [62], [63], [64]])
-    assert found.ids == [1, 2, 61, 10, 7, 63, 20, 7, 3, 90, 4, 5]
-    assert found.spans == [(3, 4), (6, 7)]
-    assert segmented(FRAME, [[]], [90], [7]) == ([1, 2, 3, 90, 4, 5], [], [1, 2])
+@pytest.mark.parametrize(
+    ("segments", "separator", "headings", "middle", "spans"),
+    [
+        ([[10, 11], [20], [30, 31]], [7], None, [10, 11, 7, 20, 7, 30, 31, 7], [(2, 4), (5, 6), (7, 9)]),
+        # Without a separator they touch each other.
+        ([[10, 11], [20]], [], None, [10, 11, 20], [(2, 4), (4, 5)]),
+        # Headings do not belong to segments.
+        ([[10, 11], [20]], [7], [[60], [61, 62]], [60, 10, 11, 7, 61, 62, 20, 7], [(3, 5), (8, 9)]),
+        # Segments without tokens leave no trace.
+        ([[], [10], [], [20]], [7], [[60], [61], [62], [63]], [61, 10, 7, 63, 20, 7], [(3, 4), (6, 7)]),
+        ([[]], [7], None, [], []),
+    ],
+    ids=["plain", "no-separator", "headings", "empty", "nothing"],
+)
+def test_segments_stand_behind_the_opening_and_the_template_stands_around_the_query(
+    segments, separator, headings, middle, spans
+):
+    found = segmented(FRAME, segments, [90, 91], separator, headings)
+    assert found == ([1, 2, *middle, 3, 90, 91, 4, 5], spans, [1, 2])
 
 
 def test_the_frame_and_the_segments_stay_as_they_are():

@@ -20,25 +20,16 @@ def sequences_in(batch):
 
 
 @given(lengths_of_batches)
-def test_packing_and_the_callers_order_give_every_sequence_back(lengths):
+def test_offsets_cut_the_packed_tokens_into_the_sequences(lengths):
+    """Whose positions count from zero, and which the caller's order gives back."""
     sequences = random_sequences(lengths)
     batch = pack(sequences)
-    assert [sequences_in(batch)[index] for index in np.argsort(batch.order)] == sequences
-    assert batch.in_callers_order(batch.lengths).tolist() == lengths
-
-
-@given(lengths_of_batches)
-def test_offsets_cut_the_packed_tokens_into_the_sequences(lengths):
-    batch = pack(random_sequences(lengths))
     ids = batch.ids.tolist()
     cut = [ids[first:end] for first, end in pairwise(batch.offsets.tolist())]
     assert cut == sequences_in(batch)
     assert batch.offsets.dtype == np.int64
-
-
-@given(lengths_of_batches)
-def test_positions_count_from_zero_in_every_sequence(lengths):
-    batch = pack(random_sequences(lengths))
+    assert [cut[index] for index in np.argsort(batch.order)] == sequences
+    assert batch.in_callers_order(batch.lengths).tolist() == lengths
     assert batch.positions.tolist() == [position for length in batch.lengths for position in range(length)]
 
 

@@ -42,23 +42,19 @@ def test_tokens_are_those_of_the_hugging_face_tokenizer(both, texts):
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "expected"),
+    ("of_folder", "of_tokenizer", "config", "expected"),
     [
-        ({"max_seq_length": 20}, {}, 20),
-        ({"max_seq_length": None}, {}, 512),
-        ({"max_seq_length": None}, {"max_position_embeddings": 64}, 64),
-        ({"max_seq_length": 400}, {"max_position_embeddings": 64}, 64),
+        (20, 512, {}, 20),
+        (None, 512, {}, 512),
+        (None, 33, {}, 33),
+        (None, 512, {"max_position_embeddings": 64}, 64),
+        (400, 512, {"max_position_embeddings": 64}, 64),
     ],
 )
-def test_longest_sequence_is_the_smallest_of_the_limits(tmp_path, settings, config, expected):
-    _, tokenizer = write(tmp_path, settings=settings, **config)
-    assert tokenizer.max_tokens == expected
-
-
-def test_limit_of_the_tokenizer_applies_if_the_folder_names_none(tmp_path):
-    write_sentence_transformer(tmp_path, settings={"max_seq_length": None})
-    write_tokenizer(tmp_path, longest=33)
-    assert TextTokenizer(read_checkpoint(tmp_path)).max_tokens == 33
+def test_longest_sequence_is_the_smallest_of_the_limits(tmp_path, of_folder, of_tokenizer, config, expected):
+    write_sentence_transformer(tmp_path, settings={"max_seq_length": of_folder}, **config)
+    write_tokenizer(tmp_path, longest=of_tokenizer)
+    assert TextTokenizer(read_checkpoint(tmp_path)).max_tokens == expected
 
 
 @pytest.mark.parametrize(("limit", "longest"), [(2, 2), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
@@ -88,14 +84,8 @@ def test_text_that_is_too_long_is_refused_with_its_index_if_truncation_is_declin
         tokenizer.tokenize(texts, truncate=False)
     assert caught.value.field == "inputs[1]"
     assert PLAIN_WORDS[0] not in str(caught.value)
-
-
-def test_refusing_once_does_not_change_later_calls(tmp_path):
-    _, tokenizer = write(tmp_path, settings={"max_seq_length": 6})
-    long = " ".join(["card"] * 9)
-    with pytest.raises(InputTooLong):
-        tokenizer.tokenize([long], truncate=False)
-    assert len(tokenizer.tokenize([long], truncate=True)[0]) == 6
+    # Refusing does not change later calls.
+    assert len(tokenizer.tokenize(texts, truncate=True)[1]) == 6
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +99,7 @@ def prompted(tmp_path_factory):
 def test_default_prompt_stands_before_every_text(both, prompted, text):
     _, plain = both
     assert prompted.tokenize([text], truncate=True) == [plain("query: " + text)["input_ids"]]
-
-
-def test_prompt_tokens_are_counted_with_the_opening_token_and_without_the_closing_one(prompted):
-    assert prompted.prompt_tokens == 3  # [CLS] query :
+    assert prompted.prompt_tokens == 3  # [CLS] query :, without the closing token
 
 
 @pytest.mark.parametrize("prompts", [None, {"prompts": {"ask": "query: "}, "default_prompt_name": None}])
@@ -122,44 +109,51 @@ def test_no_default_prompt_takes_no_tokens(tmp_path, prompts):
     assert tokenizer.tokenize(["card"], truncate=True) == [[CLS, 5 + WORDS.index("card"), SEP]]
 
 
-def write_cased(folder, lowercase):
-    """Write a folder with a tokenizer that keeps case, and a setting whether texts are lowercased first."""
-    write_sentence_transformer(folder, settings={"do_lower_case": lowercase})
-    write_tokenizer(folder, lowercase=False)
-    return read_checkpoint(folder), SentenceTransformer(str(folder), device="cpu")
-
-
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_texts_are_lowercased_if_the_folder_says_so(tmp_path, lowercase):
-    checkpoint, theirs = write_cased(tmp_path, lowercase)
-    ours = TextTokenizer(checkpoint).tokenize(["LOST Card"], truncate=True)
-    assert ours == theirs.preprocess(["LOST Card"])["input_ids"].tolist()
-    assert ours == TextTokenizer(checkpoint).tokenize(
-        ["lost card" if lowercase else "zebra zebra"], truncate=True
+def test_texts_are_lowercased_if_the_folder_says_so_but_for_special_tokens(tmp_path, lowercase):
+    write_sentence_transformer(tmp_path, settings={"do_lower_case": lowercase})
+    write_tokenizer(tmp_path, lowercase=False)
+    tokenizer, theirs = (
+        TextTokenizer(read_checkpoint(tmp_path)),
+        SentenceTransformer(str(tmp_path), device="cpu"),
     )
+    for text, same in (
+        ("LOST Card", "lost card" if lowercase else "zebra zebra"),
+        ("LOST [MASK] card", "lost [MASK] card" if lowercase else "zebra [MASK] card"),
+    ):
+        ours = tokenizer.tokenize([text], truncate=True)
+        assert ours == theirs.preprocess([text])["input_ids"].tolist()
+        assert ours == tokenizer.tokenize([same], truncate=True)
 
 
-def test_lowercasing_leaves_special_tokens_in_a_text_alone(tmp_path):
-    checkpoint, theirs = write_cased(tmp_path, lowercase=True)
-    expected = theirs.preprocess(["lost [MASK] card"])["input_ids"].tolist()
-    assert TextTokenizer(checkpoint).tokenize(["lost [MASK] card"], truncate=True) == expected
-
-
-def test_tokenizer_that_is_not_fast_is_refused_with_the_models_name(tmp_path):
-    write_sentence_transformer(tmp_path / "slow-model")
-    (tmp_path / "slow-model/tokenizer.json").unlink()
-    (tmp_path / "slow-model/vocab.json").write_text('{"a": 0}', encoding="utf-8")
-    (tmp_path / "slow-model/merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    write_json(tmp_path / "slow-model/tokenizer_config.json", {"tokenizer_class": "CTRLTokenizer"})
-    with pytest.raises(UnsupportedModel, match="slow-model has no fast tokenizer"):
-        TextTokenizer(read_checkpoint(tmp_path / "slow-model"))
-
-
-def test_tokenizer_that_cuts_the_beginning_of_texts_is_refused(tmp_path):
-    folder = write_sentence_transformer(tmp_path)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer_config.json", settings | {"truncation_side": "left"})
-    with pytest.raises(UnsupportedModel, match="set truncation_side to right"):
+@pytest.mark.parametrize(
+    ("files", "settings", "words"),
+    [
+        (
+            {"vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n"},
+            {"tokenizer_class": "CTRLTokenizer"},
+            "a-model has no fast tokenizer",
+        ),
+        (
+            {"spm.model": b"\x0a\x0e\x0a\x05"},
+            {"tokenizer_class": "DebertaV2Tokenizer"},
+            "packages sentencepiece and protobuf",
+        ),
+        ({}, {"truncation_side": "left"}, "set truncation_side to right"),
+    ],
+    ids=["slow", "sentencepiece", "cuts-the-beginning"],
+)
+def test_tokenizer_that_is_not_supported_is_refused_with_the_reason(tmp_path, files, settings, words):
+    folder = write_sentence_transformer(tmp_path / "a-model")
+    path = folder / "tokenizer_config.json"
+    if files:
+        (folder / "tokenizer.json").unlink()
+    else:
+        settings = json.loads(path.read_text(encoding="utf-8")) | settings
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    write_json(path, settings)
+    with pytest.raises(UnsupportedModel, match=words):
         TextTokenizer(read_checkpoint(folder))
 
 
@@ -288,16 +282,6 @@ def test_tokenizer_that_can_give_no_right_answer_is_refused(tmp_path, tokenizer,
     with pytest.raises(UnsupportedModel, match=message) as refused:
         TextTokenizer(checkpoint)
     assert refused.value.field == "model"
-
-
-def test_files_of_sentencepiece_that_cannot_be_read_name_the_packages(tmp_path):
-    folder = write_sentence_transformer(tmp_path)
-    (folder / "tokenizer.json").unlink()
-    (folder / "vocab.txt").unlink(missing_ok=True)
-    (folder / "spm.model").write_bytes(b"\x0a\x0e\x0a\x05")
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "DebertaV2Tokenizer"})
-    with pytest.raises(UnsupportedModel, match="packages sentencepiece and protobuf"):
-        TextTokenizer(read_checkpoint(folder))
 
 
 @pytest.mark.parametrize("longest", [4, 6, 9])
