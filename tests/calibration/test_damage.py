@@ -61,9 +61,7 @@ def test_joint_damage_of_two_heads_is_half_the_mean_product_of_their_moves(measu
     assert alone.min() > 1e-5
     # The moves of different heads are correlated.
     assert abs(measured - np.diag(np.diagonal(measured))).max() > 1e-3
-
-
-def test_joint_damage_is_symmetric_and_no_mask_has_negative_damage(measured):
+    # No mask has negative damage.
     np.testing.assert_allclose(measured, measured.T, rtol=1e-12)
     assert np.linalg.eigvalsh(measured).min() > -1e-12
 
@@ -73,20 +71,17 @@ def test_probes_that_are_their_own_donors_have_no_damage(tiny_engine):
     np.testing.assert_allclose(joint_of(tiny_engine, probes, probes), 0, atol=1e-6)
 
 
-def test_damage_does_not_depend_on_the_order_of_the_probes_and_progress_reaches_its_end(tiny_engine):
+def test_damage_depends_neither_on_the_order_of_the_probes_nor_on_batches_and_progress_reaches_its_end(
+    tiny_engine,
+):
     probes, donors = (random_sequences([5, 9, 7, 5], seed=seed) for seed in (5, 6))
     seen = []
     damage = joint_of(tiny_engine, probes, donors, lambda done, total: seen.append((done, total)))
-    np.testing.assert_allclose(damage, joint_of(tiny_engine, probes[::-1], donors[::-1]), atol=1e-6)
     assert seen == [(done, LAYERS) for done in range(1, LAYERS + 1)]
-
-
-def test_mean_damage_does_not_depend_on_the_batches(tiny_engine):
-    probes, donors = (random_sequences([5, 9, 5], seed=seed) for seed in (5, 6))
+    np.testing.assert_allclose(damage, joint_of(tiny_engine, probes[::-1], donors[::-1]), atol=1e-6)
     model, comparable = tiny_engine.model, tiny_engine.decisions.comparator(Measure.COSINE).comparable
     parts = [*paired(model, probes[:1], donors[:1]), *paired(model, probes[1:], donors[1:])]
-    apart = joint_damage(model, parts, comparable)
-    np.testing.assert_allclose(apart, joint_of(tiny_engine, probes, donors), atol=1e-6)
+    np.testing.assert_allclose(damage, joint_damage(model, parts, comparable), atol=1e-6)
 
 
 def test_damage_is_measured_on_the_callers_comparable_outputs(tiny_engine):

@@ -51,9 +51,16 @@ def features(engine, recorded, ids) -> np.ndarray:
         return recorded.search.projector(engine.model.embed(pack([ids]))[None])[0].double().numpy()
 
 
-def test_probes_are_the_sequences_by_rising_length(recorded, probes):
+def test_probes_are_the_sequences_by_rising_length_and_none_is_taken_for_a_recorded_one(recorded, probes):
     assert probes.sequences == sorted(recorded.held_out, key=len)
     assert probes.lengths.tolist() == [len(ids) for ids in probes.sequences]
+    assert max(probes.similarities[kind].max() for kind in RecordKind) <= MOST_SIMILAR_OTHER < 1
+    # Sequences of nine tokens have no record.
+    nothing = np.all([probes.records[kind] < 0 for kind in RecordKind], axis=0)
+    assert nothing.tolist() == (probes.lengths == 9).tolist()
+    for index, record in enumerate(probes.most_similar()):
+        kind = max(RecordKind, key=lambda kind: probes.similarities[kind][index])
+        assert record == probes.records[kind][index]
 
 
 def test_nearest_sentence_of_a_probe_equals_that_of_brute_force(tiny_engine, recorded, probes):
@@ -91,30 +98,12 @@ def test_nearest_synthetic_record_of_a_probe_equals_that_of_brute_force(tiny_eng
         assert probes.similarities[kind][index] == pytest.approx(1 - distances.min(), abs=TOLERANCE)
 
 
-def test_the_probes_without_any_record_are_those_of_nine_tokens(probes):
-    nothing = [
-        max(probes.records[kind][index] for kind in RecordKind) < 0 for index in range(len(probes.lengths))
-    ]
-    assert nothing == (probes.lengths == 9).tolist()
-
-
 def test_probes_do_not_depend_on_the_policy(tiny_engine, recorded, probes):
     off = replace(recorded.search, policy=uniform_policy(Budget(Measure.COSINE, 0.9), np.inf))
     same = find_probes(tiny_engine.model, off, recorded.held_out)
     for kind in RecordKind:
         assert same.records[kind].tolist() == probes.records[kind].tolist()
         assert same.similarities[kind].tolist() == probes.similarities[kind].tolist()
-
-
-def test_no_probe_is_taken_for_a_recorded_sequence(probes):
-    for kind in RecordKind:
-        assert probes.similarities[kind].max() <= MOST_SIMILAR_OTHER < 1
-
-
-def test_most_similar_is_the_record_of_the_greater_similarity(probes):
-    for index, record in enumerate(probes.most_similar()):
-        kind = max(RecordKind, key=lambda kind: probes.similarities[kind][index])
-        assert record == probes.records[kind][index]
 
 
 @pytest.mark.parametrize("most", [1, 7, 1000])

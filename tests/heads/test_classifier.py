@@ -123,14 +123,6 @@ def test_classifier_that_cannot_be_read_is_refused(tmp_path, name, content):
         LinearClassifier.load(tmp_path)
 
 
-def test_other_format_version_is_refused(tmp_path):
-    fitted().save(tmp_path)
-    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
-    (tmp_path / "classifier.json").write_text(json.dumps(description | {"format_version": 3}))
-    with pytest.raises(DatabaseRefused, match="format version 3"):
-        LinearClassifier.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -143,6 +135,7 @@ def test_other_format_version_is_refused(tmp_path):
             {"fingerprint": 3},
             {"fitted": None},
             {"labels": ["label 2", "label 1", "label 3"]},
+            {"format_version": 3},
         ),
     ],
 )
@@ -150,7 +143,7 @@ def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
     fitted().save(tmp_path)
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
     (tmp_path / "classifier.json").write_text(json.dumps(description | changes))
-    with pytest.raises(DatabaseRefused):
+    with pytest.raises(DatabaseRefused, match="format version 3" if "format_version" in changes else None):
         LinearClassifier.load(tmp_path)
 
 
