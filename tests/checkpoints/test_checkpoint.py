@@ -57,18 +57,25 @@ def test_sentence_transformers_folder_is_described_completely(tmp_path):
     )
 
 
-def test_plain_encoder_has_mean_pooling_and_is_normalised(tmp_path):
+def test_plain_encoder_has_mean_pooling_and_is_normalised(tmp_path, tiny_classifier_checkpoint):
     checkpoint = read_checkpoint(write_model(tmp_path))
     assert (checkpoint.task, checkpoint.pooling, checkpoint.normalize) == ("embed", Pooling(("mean",)), True)
     assert (checkpoint.max_tokens, checkpoint.template, checkpoint.prompts) == (None, Template(), {})
-
-
-def test_sequence_classification_model_is_a_classifier(tiny_classifier_checkpoint):
     assert tiny_classifier_checkpoint.task == "classify"
 
 
-def test_sentence_transformer_without_a_normalize_module_is_not_normalised(tmp_path):
-    assert read_checkpoint(write_sentence_transformer(tmp_path, normalize=False)).normalize is False
+def test_less_usual_modules_prompts_and_settings_are_read(tmp_path):
+    # The settings of calls name the longest text, a prompt that is null is empty, and nothing normalises.
+    calls = {"processing_kwargs": {"text": {"max_length": 9, "truncation": True, "padding": True}}}
+    folder = write_sentence_transformer(
+        tmp_path,
+        settings={"max_seq_length": 12.0, **calls},
+        prompts={"prompts": {"document": None}},
+        normalize=False,
+    )
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.max_tokens, checkpoint.prompts) == (9, {"document": ""})
+    assert checkpoint.normalize is False
 
 
 @pytest.mark.parametrize(
@@ -99,97 +106,81 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
     assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
 
 
+SETTINGS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
 USUAL_TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
 def usual_outputs(named="token_embeddings", **modalities):
     """The settings of a Transformer module, as sentence-transformers 6 writes them, with changes."""
-    return json.dumps({"modality_config": {"text": USUAL_TEXT} | modalities, "module_output_name": named})
+    return {"modality_config": {"text": USUAL_TEXT} | modalities, "module_output_name": named}
+
+
+def modules(**paths):
+    """A list of modules of sentence-transformers, each with its folder."""
+    return [
+        {"type": f"sentence_transformers.models.{kind.rstrip('_')}", "path": path}
+        for kind, path in paths.items()
+    ]
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("config.json", None, "has no config.json"),
-        ("config.json", "{", "config.json cannot be read as JSON"),
+        ("config.json", b"{", "config.json cannot be read as JSON"),
         ("config.json", b"\xff\xfe", "config.json cannot be read as JSON"),
         ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
-        ("1_Pooling/config.json", '{"pooling_mode": "median"}', "pooling median of .* is not supported"),
+        ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
         (
             "modules.json",
-            '[{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}]',
+            [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}],
             "Dense",
         ),
-        ("adapter_config.json", "{}", "merge the adapter into the weights"),
+        ("modules.json", modules(Transformer=""), "has no Pooling"),
         (
-            "config_sentence_transformers.json",
-            '{"prompts": {"a": "b"}, "default_prompt_name": "c"}',
+            "modules.json",
+            modules(Transformer="", Pooling="1_Pooling", Pooling_="1_Pooling"),
+            "only Dense more",
+        ),
+        (
+            "modules.json",
+            [{"type": "custom_st.Transformer", "path": ""}, {"type": "my.Pooling", "path": "1_Pooling"}],
+            "not supported: custom_st.Transformer, my.Pooling",
+        ),
+        ("adapter_config.json", {}, "merge the adapter into the weights"),
+        (
+            PROMPTS,
+            {"prompts": {"a": "b"}, "default_prompt_name": "c"},
             "default prompt .* not among its prompts",
         ),
+        (PROMPTS, {"prompts": {"a": 7}}, "a prompt that is no string"),
+        (PROMPTS, {"model_type": "SparseEncoder"}, "is a SparseEncoder of"),
+        (SETTINGS, {"config_args": {"num_hidden_layers": 1}}, "config_args .* supported: num_hidden_layers"),
+        (SETTINGS, {"processor_kwargs": {"truncation_side": "left"}}, "kwargs .* supported: truncation_side"),
+        (SETTINGS, {"transformer_task": "fill-mask"}, "transformer_task fill-mask"),
         (
-            "sentence_bert_config.json",
-            '{"config_args": {"num_hidden_layers": 1}}',
-            "config_args .* not supported: num_hidden_layers",
-        ),
-        (
-            "sentence_bert_config.json",
-            '{"processor_kwargs": {"truncation_side": "left"}}',
-            "processor_kwargs .* not supported: truncation_side",
-        ),
-        ("sentence_bert_config.json", '{"transformer_task": "fill-mask"}', "transformer_task fill-mask"),
-        (
-            "sentence_bert_config.json",
-            '{"processing_kwargs": {"text": {"truncation": true, "add_special_tokens": false}}}',
+            SETTINGS,
+            {"processing_kwargs": {"text": {"truncation": True, "add_special_tokens": False}}},
             "not supported: add_special_tokens; remove",
         ),
-        ("sentence_bert_config.json", '{"query_length": 8}', "not supported: query_length"),
-        ("sentence_bert_config.json", '{"max_seq_length": "64"}', "max_seq_length .* a whole number"),
-        ("config_sentence_transformers.json", '{"prompts": {"a": 7}}', "a prompt that is no string"),
+        (SETTINGS, {"query_length": 8}, "not supported: query_length"),
+        (SETTINGS, {"max_seq_length": "64"}, "max_seq_length .* a whole number"),
+        (SETTINGS, usual_outputs(message=USUAL_TEXT), "into the tokenizer's chat template"),
         (
-            "sentence_bert_config.json",
-            usual_outputs(message=USUAL_TEXT),
-            "into the tokenizer's chat template",
-        ),
-        (
-            "sentence_bert_config.json",
+            SETTINGS,
             usual_outputs(text=USUAL_TEXT | {"method_output_name": ["hidden_states", -2]}),
             "supported are last_hidden_state of forward as token_embeddings",
         ),
-        ("sentence_bert_config.json", usual_outputs(named="sentence_embedding"), "take other outputs"),
-        ("2_Normalize/config.json", '{"module_input_name": "token_embeddings"}', "not a plain one on pooled"),
-        (
-            "modules.json",
-            '[{"type": "sentence_transformers.models.Transformer", "path": ""}]',
-            "has no Pooling",
-        ),
-        (
-            "modules.json",
-            json.dumps(
-                [
-                    {"type": f"sentence_transformers.models.{kind}", "path": path}
-                    for kind, path in (
-                        ("Transformer", ""),
-                        ("Pooling", "1_Pooling"),
-                        ("Pooling", "1_Pooling"),
-                    )
-                ]
-            ),
-            "only Dense more than once",
-        ),
-        ("config_sentence_transformers.json", '{"model_type": "SparseEncoder"}', "is a SparseEncoder of"),
-        (
-            "modules.json",
-            '[{"type": "custom_st.Transformer", "path": ""}, {"type": "my.Pooling", "path": "1_Pooling"}]',
-            "not supported: custom_st.Transformer, my.Pooling",
-        ),
+        (SETTINGS, usual_outputs(named="sentence_embedding"), "take other outputs"),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "not a plain one on pooled"),
     ],
 )
 def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
     if content is None:
         (copied / file).unlink()
     else:
-        (copied / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (copied / file).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(UnsupportedModel, match=message) as caught:
         read_checkpoint(copied)
     assert "\n" not in str(caught.value)
@@ -211,42 +202,24 @@ def test_settings_are_read_under_the_names_of_sentence_transformers(copied, fami
     assert read_checkpoint(copied).max_tokens == SentenceTransformer(str(copied)).max_seq_length == 9
 
 
-def test_settings_of_a_folder_without_modules_are_not_read_as_in_sentence_transformers(tmp_path):
+def test_settings_and_prompts_of_a_folder_without_modules_are_not_read_as_in_sentence_transformers(tmp_path):
     folder = write_model(tmp_path / "plain")
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 8, "do_lower_case": True})
+    write_json(folder / SETTINGS, {"max_seq_length": 8, "do_lower_case": True})
+    write_json(folder / PROMPTS, {"prompts": {"ask": "query: "}, "default_prompt_name": "ask"})
     checkpoint = read_checkpoint(folder)
-    assert (checkpoint.max_tokens, checkpoint.lowercase) == (None, False)
-    assert SentenceTransformer(str(folder)).max_seq_length > 8
-
-
-def test_prompts_of_a_folder_without_modules_are_not_read_as_in_sentence_transformers(tmp_path):
-    folder = write_model(tmp_path / "plain")
-    described = {"prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
-    write_json(folder / "config_sentence_transformers.json", described)
-    assert read_checkpoint(folder).prompts == {}
-    expected = SentenceTransformer(str(folder), device="cpu").encode(["my card"], normalize_embeddings=True)
-    found = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["my card"])
+    assert (checkpoint.max_tokens, checkpoint.lowercase, checkpoint.prompts) == (None, False, {})
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    assert theirs.max_seq_length > 8
+    expected = theirs.encode(["my card"], normalize_embeddings=True)
+    found = PrefillEngine.load(checkpoint, dtype="float32").embed(["my card"])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_longest_text_is_read_from_the_settings_of_calls(copied):
-    calls = {"processing_kwargs": {"text": {"max_length": 9, "truncation": True, "padding": True}}}
-    write_json(copied / "sentence_bert_config.json", {"max_seq_length": 12.0, **calls})
-    assert read_checkpoint(copied).max_tokens == 9
-
-
-def test_prompt_that_is_null_is_empty(tmp_path):
-    folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"document": None}})
-    assert read_checkpoint(folder).prompts == {"document": ""}
 
 
 def test_cross_encoder_with_a_prompt_for_queries_is_refused(tmp_path):
     folder = write_model(tmp_path / "model", labels=["relevance"])
     described = {"model_type": "CrossEncoder", "prompts": {"ask": "query: "}, "default_prompt_name": "ask"}
-    write_json(folder / "config_sentence_transformers.json", described)
-    write_json(
-        folder / "modules.json", [{"type": "sentence_transformers.base.modules.Transformer", "path": ""}]
-    )
+    write_json(folder / PROMPTS, described)
+    write_json(folder / "modules.json", modules(Transformer=""))
     checkpoint = read_checkpoint(folder)
     with pytest.raises(UnsupportedModel, match=r"default prompt .* for the first text of a pair"):
         PrefillEngine.load(checkpoint, dtype="float32")
@@ -401,12 +374,12 @@ def test_fingerprint_is_another_than_before_a_mend_that_changed_answers(
     assert (checkpoint.fingerprint() != before.hexdigest()) == is_other
 
 
-def test_fingerprint_ignores_pooling_and_prompt(copied):
+def test_fingerprint_ignores_pooling_prompt_and_other_files(copied):
     before = read_checkpoint(copied).fingerprint()
     write_json(copied / "1_Pooling/config.json", {"pooling_mode": "cls"})
-    write_json(
-        copied / "config_sentence_transformers.json", {"prompts": {"a": "my "}, "default_prompt_name": "a"}
-    )
+    write_json(copied / PROMPTS, {"prompts": {"a": "my "}, "default_prompt_name": "a"})
+    for name in ("README.md", "training_args.json", "eval_results.txt"):
+        (copied / name).write_text("{}", encoding="utf-8")
     assert read_checkpoint(copied).template.prefix == "my "
     assert read_checkpoint(copied).fingerprint() == before
 
@@ -440,10 +413,3 @@ def test_fingerprint_changes_with_each_file_of_tokenizer_settings(copied, name):
         (copied / name).write_text(content, encoding="utf-8")
         prints.add(read_checkpoint(copied).fingerprint())
     assert len(prints) == 3
-
-
-def test_fingerprint_ignores_other_files_of_the_model(copied):
-    before = read_checkpoint(copied).fingerprint()
-    for name in ("README.md", "training_args.json", "eval_results.txt"):
-        (copied / name).write_text("{}", encoding="utf-8")
-    assert read_checkpoint(copied).fingerprint() == before

@@ -170,12 +170,16 @@ def test_folder_takes_precedence_over_a_package_of_the_same_name(installed, tmp_
                 "no installed package contains the model",
                 "not in the Hugging Face cache",
                 "the Hub",
+                "offline mode",
             ],
         ),
         ("/no/such/folder", ["no such folder", "not a Hugging Face id", "the Hub was not asked"]),
         ("two words!", ["no such folder", "not a Hugging Face id"]),
         ("a\0b", ["no such folder", "not a Hugging Face id"]),
+        ("~nobody-of-this-name/model", ["no such folder"]),
+        ("x" * 5000, ["no such folder"]),
     ],
+    ids=["absent", "no-folder", "no-id", "null-byte", "unknown-home", "too-long"],
 )
 def test_model_that_no_source_has_is_refused_in_one_line_with_the_searched_sources(name, tried):
     with pytest.raises(ModelNotFound) as caught:
@@ -186,17 +190,6 @@ def test_model_that_no_source_has_is_refused_in_one_line_with_the_searched_sourc
     assert positions == sorted(positions)
     assert "\n" not in message
     assert caught.value.field == "model"
-
-
-@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000], ids=["unknown-home", "too-long"])
-def test_name_that_cannot_be_a_path_is_a_model_that_was_not_found(name):
-    with pytest.raises(ModelNotFound, match="no such folder"):
-        find_checkpoint(name)
-
-
-def test_error_names_offline_mode_as_the_reason_why_the_hub_was_not_asked():
-    with pytest.raises(ModelNotFound, match="offline mode"):
-        find_checkpoint("acme/absent")
 
 
 @pytest.fixture
@@ -227,31 +220,26 @@ def hub(monkeypatch, tmp_path):
     server.server_close()
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_error_names_the_status_of_the_hubs_answer(hub, status):
-    hub.status = status
-    with pytest.raises(ModelNotFound, match=rf"the Hub answered {status}$"):
-        find_checkpoint("acme/absent")
-
-
-def test_error_says_that_the_hub_has_no_such_revision(hub):
-    hub.error = "RevisionNotFound"
-    with pytest.raises(ModelNotFound, match=r"'v9' was not found: .*has the model, but no such revision$"):
-        find_checkpoint("acme/absent", "v9")
-
-
-@pytest.mark.usefixtures("hub")
-def test_error_says_that_the_hub_could_not_be_reached(monkeypatch):
-    # Nothing listens on port 9 (discard).
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelNotFound, match=r"the Hub could not be reached$"):
-        find_checkpoint("acme/absent")
-
-
-@pytest.mark.usefixtures("hub")
-def test_name_that_is_no_hub_id_is_not_on_the_hub():
-    with pytest.raises(ModelNotFound, match=r"not on the Hub$"):
-        find_checkpoint("two words!")
+@pytest.mark.parametrize(
+    ("name", "revision", "answer", "said"),
+    [
+        ("acme/absent", None, (401, "RepoNotFound"), "the Hub answered 401"),
+        ("acme/absent", None, (404, "RepoNotFound"), "the Hub answered 404"),
+        ("acme/absent", "v9", (404, "RevisionNotFound"), "has the model, but no such revision"),
+        ("acme/absent", None, None, "the Hub could not be reached"),
+        ("two words!", None, (404, "RepoNotFound"), "not on the Hub"),
+    ],
+    ids=["401", "404", "revision", "unreachable", "no-id"],
+)
+def test_error_says_what_the_hub_answered(hub, monkeypatch, name, revision, answer, said):
+    if answer:
+        hub.status, hub.error = answer
+    else:
+        # Nothing listens on port 9 (discard).
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    at = f" at revision {revision!r}" if revision else ""
+    with pytest.raises(ModelNotFound, match=rf"{name}'{at} was not found: .*{said}$"):
+        find_checkpoint(name, revision)
 
 
 def test_folder_without_a_model_is_refused_without_a_further_search(tmp_path):
