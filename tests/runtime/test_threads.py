@@ -45,13 +45,6 @@ def test_without_an_affinity_all_processors_count(monkeypatch):
     assert available_processors() == 5
 
 
-@pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("threads", [1, 3])
-def test_torch_and_faiss_get_the_same_limit(threads):
-    assert limit_threads(threads) == threads
-    assert torch.get_num_threads() == faiss.omp_get_max_threads() == threads
-
-
 def blas_threads() -> set[int]:
     """Return the numbers of threads of NumPy's and SciPy's pools."""
     return {pool["num_threads"] for pool in threadpool_info() if pool["internal_api"] == "openblas"}
@@ -59,10 +52,10 @@ def blas_threads() -> set[int]:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_numpys_products_get_one_thread_whatever_torch_has(threads):
+def test_torch_and_faiss_get_the_same_limit_and_numpys_products_one_thread(threads):
     with threadpool_limits(2, user_api="blas"):
         assert blas_threads() == {2}
-        limit_threads(threads)
+        assert limit_threads(threads) == threads
         assert blas_threads() == {1}
         assert torch.get_num_threads() == faiss.omp_get_max_threads() == threads
 
