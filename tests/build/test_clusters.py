@@ -16,19 +16,25 @@ def vectors(count: int, seed: int = 0) -> np.ndarray:
 
 
 @settings(max_examples=50)
-@given(count=st.integers(1, 300), most=st.integers(1, 20), seed=st.integers(0, 9))
+@given(count=st.integers(1, 300), most=st.integers(1, 40), seed=st.integers(0, 9))
 def test_cluster_numbers_have_no_gap_and_their_count_is_bounded(count, most, seed):
     assigned = clusters(vectors(count, seed), most)
     assert len(assigned) == count
     assert assigned.dtype == np.int64
-    numbers = np.unique(assigned)
-    assert numbers.tolist() == list(range(len(numbers)))
-    assert len(numbers) <= min(most, max(1, count // 8))
+    assert np.bincount(assigned).min() > 0
+    assert assigned.max() < min(most, max(1, count // 8))
+    assert clusters(vectors(count, seed), most).tolist() == assigned.tolist()
+    if count >= 8:
+        merged = clusters(vectors(count, seed), most, merge_small=True)
+        assert merged.shape == (count,)
+        assert np.bincount(merged).min() >= 8
+        assert assigned.max() >= merged.max()
 
 
 @given(count=st.integers(1, 15))
 def test_few_sequences_are_one_cluster(count):
     assert clusters(vectors(count), 16).tolist() == [0] * count
+    assert clusters(np.empty((0, 1), np.float32), 16).tolist() == []
 
 
 def test_equal_sequences_leave_no_cluster_empty():
@@ -42,16 +48,6 @@ def test_separate_clouds_are_separate_clusters():
     assert {tuple(assigned[cloud * 16 : cloud * 16 + 16]) for cloud in range(4)} == {
         (cluster,) * 16 for cluster in range(4)
     }
-
-
-@settings(max_examples=10)
-@given(count=st.integers(1, 200), most=st.integers(1, 20))
-def test_clusters_are_deterministic(count, most):
-    assert clusters(vectors(count), most).tolist() == clusters(vectors(count), most).tolist()
-
-
-def test_no_sequences_have_no_clusters():
-    assert clusters(np.empty((0, 1), np.float32), 16).tolist() == []
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(0, 9), st.data())
@@ -75,12 +71,3 @@ def test_sixteen_bit_maps_are_added_in_float32():
         means.add(0, [torch.full((1, 1, 1), value, dtype=torch.bfloat16)])
     (mean,) = means.of([0])
     assert mean.item() == pytest.approx(1.5 / 1025, rel=1e-5)
-
-
-@settings(max_examples=50)
-@given(count=st.integers(8, 300), most=st.integers(1, 40), seed=st.integers(0, 9))
-def test_small_clusters_are_merged_into_others_without_a_gap(count, most, seed):
-    assigned = clusters(vectors(count, seed), most, merge_small=True)
-    assert assigned.shape == (count,)
-    assert np.bincount(assigned).min() >= 8
-    assert clusters(vectors(count, seed), most).max() >= assigned.max()

@@ -34,16 +34,13 @@ def generator(seed: int) -> np.random.Generator:
 
 
 @settings(deadline=None)
-@given(corpora)
-def test_sequences_are_the_distinct_ones_of_allowed_length_in_the_corpus_order(corpus):
-    expected = dict.fromkeys(tuple(ids) for ids, _ in corpus if len(ids) <= MAX_LENGTH)
-    assert split_of(corpus).sequences == [list(ids) for ids in expected]
-
-
-@settings(deadline=None)
 @given(corpora, st.integers(0, 99))
-def test_no_source_is_on_both_sides_and_at_most_a_tenth_is_held_out(corpus, seed):
-    sentences = split_of(corpus, seed)
+def test_distinct_sequences_of_allowed_length_are_divided_by_source_and_seed(corpus, seed):
+    sentences, again = split_of(corpus, seed), split_of(corpus, seed)
+    # In the order of the corpus.
+    expected = dict.fromkeys(tuple(ids) for ids, _ in corpus if len(ids) <= MAX_LENGTH)
+    assert sentences.sequences == again.sequences == [list(ids) for ids in expected]
+    assert sentences.held_out.tolist() == again.held_out.tolist()
     source_of = {}
     for ids, source in corpus:
         source_of.setdefault(tuple(ids), source)
@@ -52,14 +49,6 @@ def test_no_source_is_on_both_sides_and_at_most_a_tenth_is_held_out(corpus, seed
         sides[held_out].add(source_of[tuple(ids)])
     assert not sides[True] & sides[False]
     assert sentences.held_out.sum() <= len(sentences.sequences) / 10
-
-
-@settings(deadline=None)
-@given(corpora, st.integers(0, 99))
-def test_split_is_the_same_for_the_same_seed(corpus, seed):
-    first, second = split_of(corpus, seed), split_of(corpus, seed)
-    assert first.sequences == second.sequences
-    assert first.held_out.tolist() == second.held_out.tolist()
 
 
 def test_a_tenth_of_single_text_sources_is_held_out_by_the_seed():

@@ -81,17 +81,20 @@ def test_recorded_text_has_the_outcome_of_any_other_text_of_its_length(
     assert all(np.isnan(result.similarities).all() for result in found)
 
 
-@pytest.mark.parametrize("stop_at", [("writing records", 100), ("training the projector", 5)])
-def test_stopped_build_resumes(tiny_engine, tiny_corpus, tmp_path, monkeypatch, stop_at):
+def test_stopped_build_resumes(tiny_engine, tiny_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", bytes)
 
-    def stop(stage, done, _):
-        if (stage, done) == stop_at:
-            raise KeyboardInterrupt
+    def stop_at(*step):
+        def stop(stage, done, _):
+            if (stage, done) == step:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop, heads="6")
-    assert (partial_folder(tmp_path / "a.db") / "recorded").is_dir()
+        return stop
+
+    for stop in (stop_at("writing records", 100), stop_at("training the projector", 5)):
+        with pytest.raises(KeyboardInterrupt):
+            build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop, heads="6")
+        assert (partial_folder(tmp_path / "a.db") / "recorded").is_dir()
     contents = [
         contents_of(build(tiny_engine, tiny_corpus, tmp_path / name, heads="6").folder)
         for name in ("a.db", "b.db")

@@ -159,14 +159,6 @@ def test_engine_never_reuses_more_while_its_gain_is_measured(engine, monkeypatch
     assert set(served) == {frozenset()}
 
 
-def test_next_start_reads_the_stored_decision_without_measuring(engine, bounds, tmp_path):
-    bounds += in_full_batches(0.2, 0.0, 0.1)
-    first = decide(engine, tmp_path)
-    assert bounds == []
-    assert decide(engine, tmp_path) == first
-    assert first.paying == (0,)
-
-
 def test_decision_that_is_not_clear_is_exact_and_measured_again_later(engine, monkeypatch, tmp_path):
     measured = []
 
@@ -181,20 +173,19 @@ def test_decision_that_is_not_clear_is_exact_and_measured_again_later(engine, mo
     assert len(measured) == 2 * times
 
 
-def test_another_min_gain_is_measured_again(engine, bounds, tmp_path):
-    bounds += in_full_batches(0.2, 0.1, 0.2)
-    assert decide(engine, tmp_path, 0.3).paying == ()
-    bounds += in_full_batches(0.2, 0.1, 0.2)
-    assert decide(engine, tmp_path, 0.15).paying == (0,)
-    assert bounds == []
-
-
-def test_machines_that_share_a_database_keep_each_others_decisions(engine, bounds, tmp_path):
+def test_next_start_reads_the_decision_of_its_machine_unless_another_gain_is_asked_for(
+    engine, bounds, tmp_path
+):
     bounds += in_full_batches(0.2, 0.0, 0.2, 0.0, 0.2, 0.2)
-    assert decide(engine, tmp_path, processor="a").paying == (0,)
+    first = decide(engine, tmp_path, processor="a")
+    assert first.paying == (0,)
     assert decide(engine, tmp_path, processor="b").paying == (1,)
-    assert decide(engine, tmp_path, processor="a").paying == (0,)
+    assert decide(engine, tmp_path, processor="a") == first
     assert bounds == []
+    for min_gain, paying in ((0.3, ()), (0.15, (0,))):
+        bounds += in_full_batches(0.2, 0.1, 0.2)
+        assert decide(engine, tmp_path, min_gain, processor="a").paying == paying
+        assert bounds == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '[{"min_gain": "x"}]'])

@@ -74,23 +74,19 @@ def test_level_stands_at_the_middle_of_its_probes():
     xs, ys = fit_curve(similarities, np.array([0.3, 0.5, 0.1, 0.1, 0.2]))
     assert xs == pytest.approx((0.15, 0.7))
     assert ys == pytest.approx((0.4, 0.4 / 3))
-
-
-def test_curve_of_many_levels_keeps_sixteen_and_both_ends():
-    similarities = np.linspace(0, 0.9, 100)
-    xs, ys = fit_curve(similarities, 1 - similarities)
+    # A curve of many levels keeps sixteen and both ends.
+    many = np.linspace(0, 0.9, 100)
+    xs, ys = fit_curve(many, 1 - many)
     assert len(xs) == 16
-    assert (xs[0], xs[-1]) == (similarities[0], similarities[-1])
+    assert (xs[0], xs[-1]) == (many[0], many[-1])
     np.testing.assert_allclose(ys, 1 - np.array(xs))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=80))
 def test_bound_of_a_mean_cosine_is_students_t(losses):
     bounds = upper_bounds(np.array(losses), COSINE)
-    for count, bound in enumerate(bounds, 1):
-        if count < MIN_PROBES:
-            assert bound == math.inf
-            continue
+    assert (bounds[: MIN_PROBES - 1] == math.inf).all()
+    for count, bound in enumerate(bounds[MIN_PROBES - 1 :], MIN_PROBES):
         first = np.array(losses[:count])
         half = stats.t.ppf(CONFIDENCE, count - 1) * first.std(ddof=1) / count**0.5
         assert bound == pytest.approx(first.mean() + half, abs=1e-6)
@@ -99,10 +95,8 @@ def test_bound_of_a_mean_cosine_is_students_t(losses):
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=80))
 def test_bound_of_a_share_is_clopper_pearson(losses):
     bounds = upper_bounds(np.array(losses), AGREEMENT)
-    for count, bound in enumerate(bounds, 1):
-        if count < MIN_PROBES:
-            assert bound == math.inf
-            continue
+    assert (bounds[: MIN_PROBES - 1] == math.inf).all()
+    for count, bound in enumerate(bounds[MIN_PROBES - 1 :], MIN_PROBES):
         test = stats.binomtest(int(sum(losses[:count])), count, alternative="less")
         assert bound == pytest.approx(test.proportion_ci(0.95, method="exact").high, abs=1e-6)
 
@@ -472,13 +466,9 @@ def test_with_a_given_threshold_the_largest_mask_inside_the_budget_is_taken_or_t
     assert chosen.mask.total == max(inside, default=2) == heads
     for group in chosen.policy.groups:
         assert {policy.threshold for policy in group.kinds.values()} == {0.4}
-
-
-def test_with_a_given_threshold_that_no_probe_reaches_the_largest_mask_is_chosen():
-    probes, masks, measured = some_probes()
-    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.9)), masks, measured, threshold=1.0)
-    assert chosen.mask.total == 12
-    assert not chosen.served.any()
+    unreached, _ = choose_policy(terms_of(probes, budget), masks, measured, threshold=1.0)
+    assert unreached.mask.total == 12
+    assert not unreached.served.any()
 
 
 def test_hits_that_change_every_decision_are_outside_the_budget():

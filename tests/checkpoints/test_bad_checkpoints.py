@@ -75,6 +75,7 @@ def test_impossible_configuration_is_refused_in_one_line(folder, config, words):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
+        ("tokenizer.json", None, ("spoilt has no tokenizer.json",)),
         ("config.json", "[]", ("config.json is not a JSON object",)),
         ("modules.json", "[5]", ("JSON file of model folder", "cannot be read")),
         ("tokenizer.json", "no JSON", ("the tokenizer of model", "cannot be read")),
@@ -85,14 +86,12 @@ def test_impossible_configuration_is_refused_in_one_line(folder, config, words):
     ],
 )
 def test_file_with_wrong_content_is_refused_in_one_line(folder, file, content, words):
-    (folder / file).write_text(content, encoding="utf-8")
+    if content is None:
+        (folder / file).unlink()
+        (folder / "tokenizer_config.json").unlink()
+    else:
+        (folder / file).write_text(content, encoding="utf-8")
     assert_one_line(built(folder), "spoilt", *words)
-
-
-def test_model_without_any_tokenizer_is_refused_in_one_line(folder):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    assert_one_line(built(folder), "spoilt has no tokenizer.json")
 
 
 @pytest.mark.parametrize("option", ["--drop-attention", "--drop-block"])

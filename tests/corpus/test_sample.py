@@ -48,11 +48,14 @@ def test_synced_texts_are_read_oldest_first(tmp_path):
     sampler.close()
 
 
-def test_next_process_goes_on(tmp_path):
+def test_next_process_goes_on_and_removes_what_a_killed_one_left_unfinished(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 10)
     end(sampler)
+    left = sample_folder(tmp_path) / ".0.log.abcdef.unfinished"
+    left.write_bytes(b"texts")
     sampler = opened(tmp_path)
+    assert not left.exists()
     assert len(sampler) == 10
     offer(sampler, 5, first=10)
     end(sampler)
@@ -177,14 +180,6 @@ def test_log_of_a_process_that_is_gone_ages_like_the_others(tmp_path):
     lasting.sync()
     lasting.close()
     assert [text.asked_at for text in read_sample(tmp_path)] == [10**5 * HOUR] * 100
-
-
-def test_what_a_killed_process_left_unfinished_is_removed(tmp_path):
-    opened(tmp_path).close()
-    left = sample_folder(tmp_path) / ".0.log.abcdef.unfinished"
-    left.write_bytes(b"texts")
-    opened(tmp_path).close()
-    assert not left.exists()
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0, 10 + 10 + 10), (60, 60), (1000, 300)])

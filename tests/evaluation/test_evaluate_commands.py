@@ -229,27 +229,23 @@ def test_agreement_reads_the_given_columns_and_prints_the_saved_time(
     assert shown.count("of the time saved") == 1
 
 
-def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny_database, files, tmp_path):
-    options = (
-        "--database",
-        tiny_database,
-        "--data",
-        f"{files / 'more.tsv'}:a",
-        "--json",
-        tmp_path / "a.json",
-    )
-    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--heads", "layers:1", "--threshold", "2"))
-    report = report_of(tmp_path / "a.json")
-    assert report["machine"]["reused_heads"] == "4 of 12"
-    assert report["methods"][1]["hit_rate"] == 0
-    assert report["methods"][1]["cosine"] is None
-
-
-def test_max_tokens_truncates_texts(tiny_checkpoint, tiny_database, files, tmp_path):
-    options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a,b", "--max-tokens", "4")
-    succeeded(evaluate("agreement", tiny_checkpoint, *options, "--json", tmp_path / "a.json"))
-    # The database has no records of four tokens.
-    assert report_of(tmp_path / "a.json")["methods"][1]["hit_rate"] == 0
+def test_heads_and_threshold_options_override_the_database_and_max_tokens_truncates_texts(
+    tiny_checkpoint, tiny_database, files, tmp_path
+):
+    options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a")
+    for changed, heads in (
+        (("--heads", "layers:1", "--threshold", "2"), "4 of 12"),
+        # The database has no records of four tokens.
+        (("--max-tokens", "4"), "12 of 12"),
+    ):
+        outputs = ("--json", tmp_path / "a.json")
+        succeeded(evaluate("agreement", tiny_checkpoint, *options, *changed, *outputs))
+        report = report_of(tmp_path / "a.json")
+        assert report["machine"]["reused_heads"] == heads
+        assert report["methods"][1]["hit_rate"] == 0
+        assert report["methods"][1]["cosine"] is None
+    refused = evaluate("agreement", tiny_checkpoint, *options, "--heads", "layers:9")
+    assert_one_line(refused, "layers 0 to 2")
 
 
 def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
@@ -322,8 +318,3 @@ def test_classifier_of_another_model_is_refused_in_one_line(tiny_checkpoint, fil
     ).save(tmp_path / "classifier")
     options = ("--methods", "full", "--data", files / "test.tsv", "--classifier", tmp_path / "classifier")
     assert_one_line(evaluate(kind, tiny_checkpoint, *options), "was fitted for m", "fit a classifier")
-
-
-def test_heads_that_are_not_stored_are_refused_in_one_line(tiny_checkpoint, tiny_database, files):
-    options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--heads", "layers:9")
-    assert_one_line(evaluate("agreement", tiny_checkpoint, *options), "layers 0 to 2")

@@ -21,20 +21,17 @@ def test_combination_has_the_parts_of_both_in_either_order():
 
 
 @pytest.mark.parametrize(
-    ("left", "right"),
+    ("left", "right", "combined"),
     [
-        (INT8, Way(quantization=Quantization.INT4)),
-        (Way(drop_attention=(1,)), Way(drop_attention=(2,))),
-        (Way(drop_attention=(1,)), Way(drop_blocks=(0, 1))),
+        (INT8, Way(quantization=Quantization.INT4), None),
+        (Way(drop_attention=(1,)), Way(drop_attention=(2,)), None),
+        (Way(drop_attention=(1,)), Way(drop_blocks=(0, 1)), None),
+        # A layer that is left out loses its attention once.
+        (Way(drop_attention=(1, 2)), Way(drop_blocks=(1,)), Way(drop_attention=(2,), drop_blocks=(1,))),
     ],
 )
-def test_parts_that_exclude_each_other_are_not_combined(left, right):
-    assert left.with_part(right) is None
-
-
-def test_layer_that_is_left_out_loses_its_attention_once():
-    combined = Way(drop_attention=(1, 2)).with_part(Way(drop_blocks=(1,)))
-    assert combined == Way(drop_attention=(2,), drop_blocks=(1,))
+def test_parts_that_exclude_each_other_are_not_combined(left, right, combined):
+    assert left.with_part(right) == combined
 
 
 def test_variant_of_a_checkpoint_replaces_the_variant_that_it_has(tiny_checkpoint):

@@ -47,23 +47,17 @@ def library(monkeypatch):
     return library
 
 
-def test_blocks_of_the_size_of_activations_are_kept(library):
+def test_blocks_of_the_size_of_activations_are_kept_or_of_the_largest_accepted_size(library):
     memory.keep_freed_memory()
     assert library.values.keys() == {TRIM_THRESHOLD, MMAP_THRESHOLD}
     # 1024 tokens of 4 x 1024 numbers of 4 bytes, several times.
     assert all(2**26 <= size < 2**31 for size in library.values.values())
-
-
-def test_an_older_library_that_refuses_large_blocks_gets_the_largest_accepted_threshold(library):
-    library.largest_threshold = 32 * 2**20
+    library.largest_threshold = 32 * 2**20  # of an older library
     memory.keep_freed_memory()
     assert library.values[MMAP_THRESHOLD] == 32 * 2**20
     assert library.values[TRIM_THRESHOLD] >= 2**26
-
-
-def test_a_library_that_refuses_every_size_is_left_alone(library):
     # Any setting ends the library's dynamic thresholds, which are better than a fixed default.
-    library.largest_threshold = 0
+    library.values, library.largest_threshold = {}, 0
     memory.keep_freed_memory()
     assert library.values == {}
 
