@@ -120,12 +120,15 @@ def greedy(joint: np.ndarray, allowed) -> list[int]:
 
 @settings(max_examples=100)
 @given(joints())
-def test_rank_equals_that_of_a_greedy_search_by_brute_force(table):
+def test_rank_equals_that_of_a_greedy_search_by_brute_force_and_masks_are_nested(table):
     joint, layers = table
     expected = greedy(joint, lambda chosen: set(range(len(joint))) - set(chosen))
     rank = reuse_rank(joint, layers)
     assert rank.shape == (layers, len(joint) // layers)
     assert np.argsort(rank, axis=None).tolist() == expected
+    assert sorted(rank.flat) == list(range(len(joint)))
+    for count in range(1, len(joint) + 1):
+        assert set(rank[mildest_mask(rank, count).as_array()]) == set(range(count))
 
 
 @settings(max_examples=100)
@@ -143,15 +146,6 @@ def test_rank_keeps_the_order_of_the_records_in_each_layer(table, data):
     rank = reuse_rank(joint, layers, order)
     assert np.argsort(rank, axis=None).tolist() == greedy(joint, next_of_each_layer)
     assert head_order(rank) == tuple(map(tuple, order))
-
-
-@given(joints())
-def test_ranks_are_distinct_and_masks_of_the_first_n_heads_are_nested(table):
-    joint, layers = table
-    rank = reuse_rank(joint, layers)
-    assert sorted(rank.flat) == list(range(len(joint)))
-    for count in range(1, len(joint) + 1):
-        assert set(rank[mildest_mask(rank, count).as_array()]) == set(range(count))
 
 
 def test_second_of_two_heads_with_equal_moves_is_ranked_later():

@@ -23,7 +23,6 @@ from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.text.token_batch import pack
 
 STORED = RecordKind.STORED
-SYNTHETIC = [kind for kind in RecordKind if kind is not STORED]
 # Features are sums of a few hundred float32 products.
 TOLERANCE = 1e-5
 # Records keep 11 bits of a map; outputs are means over tokens of values about 1.
@@ -63,38 +62,32 @@ def test_probes_are_the_sequences_by_rising_length_and_none_is_taken_for_a_recor
         assert record == probes.records[kind][index]
 
 
-def test_nearest_sentence_of_a_probe_equals_that_of_brute_force(tiny_engine, recorded, probes):
-    members = recorded.recording.by_length
-    for index, ids in enumerate(probes.sequences):
-        training = recorded.sentences.rows(members[len(ids)], held_out=False)
-        if not training:
-            assert probes.records[STORED][index] == -1
-            assert probes.similarities[STORED][index] == -np.inf
-            continue
-        vectors = features(tiny_engine, recorded, ids)
-        distances = [
-            np.linalg.norm(
-                vectors
-                - features(tiny_engine, recorded, recorded.sentences.sequences[members[len(ids)][row]])
-            )
-            for row in training
-        ]
-        assert probes.records[STORED][index] == np.argmin(distances)
-        assert probes.similarities[STORED][index] == pytest.approx(1 - min(distances), abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", SYNTHETIC)
-def test_nearest_synthetic_record_of_a_probe_equals_that_of_brute_force(tiny_engine, recorded, probes, kind):
+def records_of(engine, recorded, length, kind) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers and the features of the records of one length and kind that are searched."""
+    if kind is STORED:
+        members = recorded.recording.by_length[length]
+        rows = recorded.sentences.rows(members, held_out=False)
+        sequences = [recorded.sentences.sequences[members[row]] for row in rows]
+        return np.array(rows), np.array([features(engine, recorded, ids) for ids in sequences])
     prototypes = recorded.search.prototypes
     assert (prototypes.kinds == kind).sum() > 1
+    alike = np.flatnonzero((prototypes.lengths == length) & (prototypes.kinds == kind))
+    return prototypes.records[alike], prototypes.features[alike]
+
+
+@pytest.mark.parametrize("kind", RecordKind)
+def test_nearest_record_of_a_probe_equals_that_of_brute_force(tiny_engine, recorded, probes, kind):
+    known = {
+        length: records_of(tiny_engine, recorded, length, kind) for length in set(probes.lengths.tolist())
+    }
     for index, ids in enumerate(probes.sequences):
-        alike = np.flatnonzero((prototypes.lengths == len(ids)) & (prototypes.kinds == kind))
-        if not len(alike):
+        numbers, vectors = known[len(ids)]
+        if not len(numbers):
             assert probes.records[kind][index] == -1
             assert probes.similarities[kind][index] == -np.inf
             continue
-        distances = np.linalg.norm(prototypes.features[alike] - features(tiny_engine, recorded, ids), axis=1)
-        assert probes.records[kind][index] == prototypes.records[alike[distances.argmin()]]
+        distances = np.linalg.norm(vectors - features(tiny_engine, recorded, ids), axis=1)
+        assert probes.records[kind][index] == numbers[distances.argmin()]
         assert probes.similarities[kind][index] == pytest.approx(1 - distances.min(), abs=TOLERANCE)
 
 

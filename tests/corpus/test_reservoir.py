@@ -57,18 +57,18 @@ def digest_of(text):
     return next(iter(alone._kept))
 
 
-@given(st.lists(texts, max_size=80), st.sampled_from([1, 12, 25]))
-def test_kept_texts_are_those_of_the_definition(stream, max_texts):
+@given(
+    st.lists(texts, max_size=80),
+    st.lists(st.booleans(), min_size=80, max_size=80),
+    st.sampled_from([1, 12, 25]),
+)
+def test_kept_texts_are_those_of_the_definition_also_if_reservoirs_are_merged(stream, sides, max_texts):
     kept = reservoir_of(stream, max_texts=max_texts)
     assert set(kept) == by_definition(stream, max_texts, 100.0)
     assert len(kept) == len(set(kept))
-
-
-@given(st.lists(texts, max_size=80), st.lists(st.booleans(), min_size=80, max_size=80))
-def test_merged_reservoir_is_the_reservoir_of_the_merged_stream(stream, sides):
     parts = [[text for text, side in zip(stream, sides, strict=False) if side == half] for half in (0, 1)]
-    merged = reservoir_of(*(reservoir_of(part) for part in parts))
-    assert set(merged) == set(reservoir_of(stream))
+    merged = reservoir_of(*(reservoir_of(part, max_texts=max_texts) for part in parts), max_texts=max_texts)
+    assert set(merged) == set(kept)
 
 
 def test_text_that_is_asked_again_counts_once_and_becomes_newer():
