@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attncache_core.heads import pooling
 from attncache_core.heads.pooling import Pooler
 from attncache_core.heads.vectors import normalize
+from attncache_core.native import products
 from attncache_core.text.token_batch import pack, pack_shared
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -110,7 +111,7 @@ def test_largest_of_numbers_with_nan_is_nan(number):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_vector_does_not_depend_on_its_batch(mode, executor):
-    if executor == "torch" and mode == "weightedmean":
+    if mode == "weightedmean" and (executor == "torch" or products.library() is None):
         pytest.skip("torch adds up in another order")
     states = torch.randn(30, 37)
     pooler, batch = Pooler((mode,), 2), pack([[0] * 10])
