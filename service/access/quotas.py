@@ -241,10 +241,10 @@ class _Bucket:
 
     def refill(self, now: float) -> None:
         # The clocks of two machines may differ. The time never goes back, because the same seconds would be
-        # gained again. A clock that is ahead by more than it takes to fill the bucket is not believed. It
-        # counts as behind by that much, because a refusal is not stored, so nothing would be gained later.
+        # gained again. A clock that is ahead by more than it takes to fill the bucket is not believed: the
+        # bucket is full then, because a refusal is not stored, so nothing would be gained by waiting.
         if self.refilled_at > now + _FULL_SECONDS:
-            self.refilled_at = now - _FULL_SECONDS
+            self.level, self.refilled_at = float(self.per_minute), now
         gained = max(0.0, now - self.refilled_at) * self.per_minute / 60
         self.level = min(float(self.per_minute), self.level + gained)
         self.refilled_at = max(now, self.refilled_at)

@@ -351,15 +351,16 @@ def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool
 
 
 def _may_go_back(server: valkey.Valkey) -> bool:
-    """Return whether a store has older values after a crash; False if its user may not ask for that."""
+    """Return whether a store has older values after a crash; False if it does not tell."""
     try:
-        config_get: Any = server.config_get
-        saving = config_get("save", "appendonly", "appendfsync")
+        # One by one, because servers before version 7 take one name.
+        answers: list[Any] = [server.config_get(name) for name in ("save", "appendonly", "appendfsync")]
     except exceptions.ResponseError:
         return False
-    if saving["appendonly"] == "yes":
-        return bool(saving["appendfsync"] != "always")
-    return bool(saving["save"])
+    saving: dict[str, str] = {name: value for answer in answers for name, value in answer.items()}
+    if saving.get("appendonly") == "yes":
+        return saving.get("appendfsync", "always") != "always"
+    return bool(saving.get("save"))
 
 
 def _options(address: SharedAddress) -> dict[str, Any]:

@@ -35,6 +35,8 @@ _ALIVE_SECONDS = 5.0
 _ANSWER_SECONDS = 600.0
 # Between two looks whether all workers have done what is asked.
 _ANSWERS_SECONDS = 0.02
+# The ends of the names of SQLite's files. There is also a journal, for a moment.
+_OF_STORES = (".sqlite", ".sqlite-wal", ".sqlite-shm")
 
 # Does here what an operator asks of all workers, and returns the answer.
 Obey = Callable[[dict[str, Any]], Awaitable[bytes]]
@@ -57,10 +59,10 @@ class Worker:
         return SqliteStore(self.folder / f"{name}.sqlite", *bounds)
 
     def stores(self) -> dict[str, int]:
-        """Return the names and the inodes of the files of all stores."""
+        """Return the names and the inodes of the files of all stores, which stay while a worker runs."""
         with suppress(FileNotFoundError):
             files = os.scandir(self.folder)
-            return {file.name: file.inode() for file in files if file.name.endswith(".sqlite")}
+            return {file.name: file.inode() for file in files if file.name.endswith(_OF_STORES)}
         return {}
 
     @property

@@ -121,7 +121,7 @@ class Supervisor:
         self._settings, self._load, self._listeners, self._folder = settings, load, listeners, folder
         self._places = [_Place(Worker(number, count, folder)) for number in range(count)]
         self._all_were_ready = False
-        self._stores: dict[str, int] = {}  # inodes of what the workers share, once the first one is ready
+        self._stores: dict[str, int] = {}  # inodes of the files that the workers share, by name
         self._signals = list(early_hangups)  # that have arrived
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
         self._drain_at = 0.0  # by time.monotonic: until then, workers that are to end serve on
@@ -263,7 +263,6 @@ class Supervisor:
         """Start the other workers once the first one is ready."""
         if self._all_were_ready or self._kill_at is not None or not self._places[0].worker.ready.exists():
             return
-        self._stores = self._places[0].worker.stores()
         for place in self._places:
             if not place.started_at and place.start_at is None:
                 place.start_at = time.monotonic()
@@ -273,16 +272,19 @@ class Supervisor:
 
     def _note_removed(self) -> None:
         """End all workers if somebody has removed what they share."""
-        if self._stores and self._kill_at is None and self._places[0].worker.stores() != self._stores:
+        found = self._places[0].worker.stores()
+        if self._kill_at is None and not self._stores.items() <= found.items():
             self._fail(
                 f"the files that the workers share in {self._folder} were removed; set TMPDIR to a folder "
-                "that nobody cleans"
+                "that nobody cleans",
+                self._settings.drain_delay_seconds,
             )
+        self._stores |= found
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, delay: float = 0.0) -> None:
         self._failure = RuntimeError(why)
         logger.critical("%s", why)
-        self._finish(0.0)
+        self._finish(delay)
 
     def _note_ends(self) -> None:
         for place in self._places:
@@ -339,8 +341,10 @@ def _shared_folder(workers: int) -> Iterator[Path]:
         ) from error
     with temporary:
         folder = Path(temporary.name)
-        # systemd-tmpfiles removes old files, but none below a folder that a process has locked.
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+        # systemd-tmpfiles removes old files, but none below a folder that a process has locked. Not all file
+        # systems have locks.
+        with suppress(OSError):
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
         free, needed = shutil.disk_usage(folder).free, _SERVER_BYTES + workers * _WORKER_BYTES
         if free < needed:
             raise InvalidSettings(

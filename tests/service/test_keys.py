@@ -303,6 +303,12 @@ async def test_key_is_not_refused_for_long_when_the_clock_goes_back_by_hours():
     _, seconds = await refused(use)
     clock.seconds += seconds
     assert await use.begin()
+    of_tokens = use_of(Quotas(tokens_per_minute=60), clock)
+    await of_tokens.begin()
+    await of_tokens.end(300, taken=0)
+    await refused(of_tokens)
+    clock.seconds -= 7200
+    assert await of_tokens.begin()
 
 
 async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing():

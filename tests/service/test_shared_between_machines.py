@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -636,6 +637,12 @@ async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_cras
         assert "older histories" not in caplog.text
         _check_shared(Settings(shared=valkey.url))
     assert ("older histories" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("answer", [{}, {"save": "", "appendonly": "yes"}])
+def test_store_that_does_not_tell_how_it_saves_is_used_all_the_same(answer):
+    server = SimpleNamespace(config_get=lambda name: {name: answer[name]} if name in answer else {})
+    assert not client._may_go_back(server)
 
 
 async def test_user_with_the_commands_of_the_documentation_may_do_everything(

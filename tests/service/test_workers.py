@@ -52,6 +52,7 @@ def servers(start, certificates, tmp_path_factory):
         "keys": start("quick", workers=2, api_keys=str(keys), unix_socket=str(sockets / "keys")),
         "sockets": start("loads", workers=2, unix_socket=str(sockets / "public"), admin_port=0, **tls),
         "drains": start("loads", workers=2),
+        "loading": start("never-loads", workers=2),
         "stuck": start("loads", workers=2, stuck_seconds=3.0, exit_when_stuck=True),
         "refuses": start("refuses", workers=2),
         "fails": start("fails", workers=2),
@@ -189,10 +190,20 @@ def test_server_ends_once_somebody_removes_what_its_workers_share(servers):
     # As systemd-tmpfiles looks whether a folder is in use.
     with pytest.raises(BlockingIOError):
         fcntl.flock(os.open(shared, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (shared / "sessions.sqlite").unlink()
+    # The file that changes its time least, so that a cleaner may take it alone.
+    (shared / "sessions.sqlite-shm").unlink()
     assert server.end() == 1
     assert f"share in {shared} were removed; set TMPDIR to a folder that nobody cleans" in server.log
     assert "Traceback" not in server.log
+
+
+def test_server_ends_if_what_its_workers_share_is_removed_while_the_first_one_loads(servers):
+    server = servers["loading"]
+    wait_until(lambda: list((server.folder / server.name).glob("attncache-*/shared.sqlite-shm")))
+    time.sleep(0.3)  # so that the supervisor has looked
+    shutil.rmtree(next((server.folder / server.name).iterdir()))
+    assert server.end() == 1
+    assert "were removed; set TMPDIR to a folder that nobody cleans" in server.log
 
 
 def test_quotas_keys_and_counts_of_keys_hold_over_all_workers(servers):
