@@ -11,6 +11,7 @@ from queueing import (
     LabelledEngine,
     assert_result_of,
     batching,
+    held,
     hold,
     queued,
     requests_of_texts,
@@ -31,12 +32,11 @@ pytestmark = pytest.mark.anyio
 async def test_oldest_goes_first_and_the_batch_is_filled():
     engine = FakeEngine()
     async with batching(engine, tokens=10) as batcher:
-        await hold(engine, batcher)
         pending = []
-        for count, texts in enumerate([["aaaa", "bbbb", "cccc"], ["dd"], ["e" * 20], ["ff"]], start=1):
-            pending.append(submit(batcher, texts))
-            await queued(batcher, count)
-        engine.may_run.set()
+        async with held(engine, batcher):
+            for count, texts in enumerate([["aaaa", "bbbb", "cccc"], ["dd"], ["e" * 20], ["ff"]], start=1):
+                pending.append(submit(batcher, texts))
+                await queued(batcher, count)
         await asyncio.gather(*pending)
     assert engine.batches[1:] == [["aaaa", "bbbb"], ["cccc", "dd"], ["e" * 20], ["ff"]]
 
@@ -73,10 +73,9 @@ async def test_every_text_gets_the_results_of_all_its_labels_however_batches_are
     engine = LabelledEngine()
     engine.sharing = sharing
     async with batching(engine, tokens, sequences) as batcher:
-        await hold(engine, batcher)
-        pending = [submit(batcher, texts, prompt=LABELLED) for texts in requests]
-        await queued(batcher, len(requests))
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, texts, prompt=LABELLED) for texts in requests]
+            await queued(batcher, len(requests))
         for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
             assert_result_of([text + end for text in texts for end in "xyz"], result)
         assert batcher.waiting_tokens == 0
@@ -97,53 +96,39 @@ async def test_request_whose_prefixes_are_shared_reuses_nothing():
 async def test_requests_of_one_batch_choose_reuse_separately():
     engine = FakeEngine(stored={"a"})
     async with batching(engine) as batcher:
-        await hold(engine, batcher)
-        on, off = submit(batcher, ["a", "b"]), submit(batcher, ["a", "b"], reuse=False)
-        await queued(batcher, 2)
-        engine.may_run.set()
+        async with held(engine, batcher):
+            on, off = submit(batcher, ["a", "b"]), submit(batcher, ["a", "b"], reuse=False)
+            await queued(batcher, 2)
         assert (await on).outcomes == (Outcome.HIT, Outcome.MISS)
         assert (await off).outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED)
     assert len(engine.batches) == 2
 
 
-async def test_cancelled_request_is_never_computed():
+async def test_cancelled_request_is_never_computed_and_makes_room_for_the_next_at_once():
     engine = FakeEngine()
-    async with batching(engine) as batcher:
-        await hold(engine, batcher)
-        gone, stays = submit(batcher, ["gone", "gone too"]), submit(batcher, ["stays"])
-        await queued(batcher, 2)
-        gone.cancel()
-        engine.may_run.set()
+    async with batching(engine, queue=3) as batcher:
+        async with held(engine, batcher):
+            gone, stays = submit(batcher, ["gone", "gone too"]), submit(batcher, ["stays"])
+            await queued(batcher, 2)
+            gone.cancel()
+            await asyncio.sleep(0)  # lets the event loop call the batcher's callback
+            third = submit(batcher, ["third", "and more"])
         assert_result_of(["stays"], await stays)
-    assert engine.batches == [["busy"], ["stays"]]
-
-
-async def test_cancelled_request_makes_room_for_the_next_at_once():
-    engine = FakeEngine()
-    async with batching(engine, queue=2) as batcher:
-        await hold(engine, batcher)
-        first, gone = submit(batcher, ["first"]), submit(batcher, ["gone"])
-        await queued(batcher, 2)
-        gone.cancel()
-        await asyncio.sleep(0)  # lets the event loop call the batcher's callback
-        third = submit(batcher, ["third"])
-        engine.may_run.set()
-        assert_result_of(["first"], await first)
-        assert_result_of(["third"], await third)
+        assert_result_of(["third", "and more"], await third)
+    assert "gone" not in str(engine.batches)
 
 
 async def test_full_queue_refuses_at_once_and_serves_what_it_has():
     engine = FakeEngine()
     async with batching(engine, queue=4) as batcher:
-        busy = await hold(engine, batcher)
-        waiting = submit(batcher, ["a", "b", "c"])
-        with pytest.raises(QueueFull) as refused:
-            submit(batcher, ["d", "e"])
+        async with held(engine, batcher):
+            waiting = submit(batcher, ["a", "b", "c"])
+            with pytest.raises(QueueFull) as refused:
+                submit(batcher, ["d", "e"])
+            fits = submit(batcher, ["f"])
         assert refused.value.retry_after_seconds >= 1
-        fits = submit(batcher, ["f"])
-        engine.may_run.set()
         assert_result_of(["a", "b", "c"], await waiting)
-        await asyncio.gather(busy, fits)
+        assert_result_of(["f"], await fits)
         assert_result_of(["g", "h", "i", "j"], await submit(batcher, ["g", "h", "i", "j"]))
 
 
@@ -176,10 +161,9 @@ async def test_exception_of_the_engine_fails_only_the_request_that_causes_the_ex
 async def test_requests_of_a_failed_batch_are_counted_once():
     engine, metrics = FakeEngine(stored={"hit"}), Metrics()
     async with batching(engine, metrics=metrics) as batcher:
-        await hold(engine, batcher)
-        pending = [submit(batcher, texts) for texts in (["hit", "miss"], ["miss", FAILING], ["hit"])]
-        await queued(batcher, 3)
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, texts) for texts in (["hit", "miss"], ["miss", FAILING], ["hit"])]
+            await queued(batcher, 3)
         await asyncio.gather(*pending, return_exceptions=True)
     shown = metrics.render().decode()
     assert 'attncache_sequences_total{outcome="hit"} 2.0' in shown
@@ -219,10 +203,9 @@ async def test_requests_get_their_own_result_or_their_own_error_whatever_they_we
 ):
     engine = FakeEngine()
     async with batching(engine, tokens, sequences) as batcher:
-        await hold(engine, batcher)
-        pending = [submit(batcher, texts) for texts in requests]
-        await queued(batcher, len(requests))
-        engine.may_run.set()
+        async with held(engine, batcher):
+            pending = [submit(batcher, texts) for texts in requests]
+            await queued(batcher, len(requests))
         answers = await asyncio.gather(*pending, return_exceptions=True)
     for texts, answer in zip(requests, answers, strict=True):
         if isinstance(answer, NotFinite):

@@ -100,22 +100,6 @@ async def test_every_request_gets_its_own_result_in_order_from_any_threads_and_n
         assert len(batch) == 1 or sum(map(len, batch)) <= tokens
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-async def test_as_many_batches_run_at_once_as_the_engine_allows(threads):
-    engine = ParallelEngine(threads)
-    # So many characters that the queue guesses more than 0 tokens of each text.
-    texts = [letter * 8 for letter in "abcde"]
-    async with batching(engine) as batcher:
-        engine.may_run.clear()
-        pending = [submit(batcher, [text]) for text in texts]
-        await running(engine, threads)
-        await asyncio.sleep(0.05)
-        engine.may_run.set()
-        for text, result in zip(texts, await asyncio.gather(*pending), strict=True):
-            assert_result_of([text], result)
-    assert engine.most_running == threads
-
-
 async def test_few_tokens_of_one_request_are_one_batch(monkeypatch):
     monkeypatch.undo()
     engine = ParallelEngine(2)
@@ -223,7 +207,8 @@ async def test_closing_finishes_what_all_threads_have_queued():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
-async def test_number_of_threads_follows_the_engine(before, after):
+async def test_as_many_batches_run_at_once_as_the_engine_allows_also_if_it_is_replaced(before, after):
+    # So many characters in each text that the queue guesses more than 0 tokens.
     first, second = ParallelEngine(before), ParallelEngine(after)
     async with batching(first) as batcher:
         first.may_run.clear()
@@ -241,6 +226,7 @@ async def test_number_of_threads_follows_the_engine(before, after):
         texts = [letter * 8 for letter in "mnopq"]
         pending = [submit(batcher, [text]) for text in texts]
         await running(second, after)
+        await asyncio.sleep(0.05)
         second.may_run.set()
         for text, result in zip(texts, await asyncio.gather(*pending), strict=True):
             assert_result_of([text], result)
@@ -274,7 +260,6 @@ async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_tim
 
 def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count():
     engine = FakeEngine(stored=AnyText(), damage=0.5)
-    assert engine.map_reuse
     verifier = Verifier(engine, 1.0, Metrics())
     before, requests = verifier.policy, requests_of(engine, ["bad"] * 50)
     result = engine.run(requests)

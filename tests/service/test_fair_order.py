@@ -27,7 +27,6 @@ def test_flow_that_sends_one_item_after_the_other_is_not_always_new():
     for number in range(10):
         order.add((f"eager {number}", 10), ("eager",))
         item = order.head()
-        assert item is not None
         order.charge(item[1])
         order.remove(item, ("many",) if item[0].startswith("many") else ("eager",))
         names.append(item[0].split()[0])
@@ -64,14 +63,19 @@ def test_everything_is_served_once_and_no_flow_gets_far_ahead(items):
 flows = st.tuples(st.sampled_from("xyz"), st.sampled_from("pq"))
 
 
+def serve(order, where):
+    """Serve the next item. Each item costs 1."""
+    item = order.head()
+    order.charge(1)
+    order.remove(item, where[item])
+    order.count(where[item], -1)
+
+
 def charged_before(order, item, where):
-    """Serve until this item is next. Returns what was charged; each item costs 1."""
+    """Serve until this item is next. Returns what was charged."""
     charged = 0
-    while (served := order.head()) != item:
-        assert served is not None
-        order.charge(1)
-        order.remove(served, where[served])
-        order.count(where[served], -1)
+    while order.head() != item:
+        serve(order, where)
         charged += 1
     return charged
 
@@ -84,12 +88,7 @@ def filled(added, served_before):
         order.add(number, flow)
         order.count(flow, 1)
     for _ in range(min(served_before, len(added))):
-        item = order.head()
-        assert item is not None
-        charged_before(order, item, where)
-        order.charge(1)
-        order.remove(item, where[item])
-        order.count(where[item], -1)
+        serve(order, where)
     return order, where
 
 
@@ -161,7 +160,6 @@ def test_flows_that_come_later_keep_no_earlier_one_waiting():
     for number in range(5):
         order.add((f"new {number}", 10), (number,))
         item = order.head()
-        assert item is not None
         order.charge(10)
         order.remove(item, ("old",) if item[0] == "waits" else (int(item[0][-1]),))
         served.append(item[0])
@@ -199,9 +197,7 @@ def test_whether_too_much_is_ahead_is_the_same_as_if_it_were_counted_anew(steps)
                 tested.count(flow, amount)
                 continue
             if step == "serve":
-                head = tested.head()
-                assert head is not None
-                item = head
+                item = tested.head()
                 tested.charge(item[1])
             tested.count(waiting[item], -item[1])
             tested.remove(item, waiting[item])
