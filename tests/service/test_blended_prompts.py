@@ -12,7 +12,8 @@ import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
-from running import samples
+from running import metrics_of, until_metric
+from verifying import VERIFIED, verify_all
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
@@ -86,26 +87,21 @@ def chunks_of(response):
     return found
 
 
-async def test_segments_are_computed_exactly_without_a_gate(folder):
-    engine = load(folder)
-    expected = engine.run([PrefillRequest(joined(engine, BODY), False)]).outputs
-    async with serving(engine) as client:
-        response = await asked(client, "/embed", {**BODY, "normalize": False})
-    np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
-    assert "X-AttnCache-Approximate" not in response.headers
-    assert "X-AttnCache-Segments" not in response.headers
-
-
-async def test_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(folder):
+def exact_output(folder):
     exact = load(folder)
-    expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
-    found = {}
-    for ratio in (1.0, 0.0):
-        async with serving(blending(folder, ratio)) as client:
+    return exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
+
+
+async def test_no_gate_or_a_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(folder):
+    expected, found = exact_output(folder), {}
+    for ratio in (None, 1.0, 0.0):
+        async with serving(load(folder) if ratio is None else blending(folder, ratio)) as client:
             response = await asked(client, "/embed", {**BODY, "normalize": False})
-            assert response.headers["X-AttnCache-Approximate"] == "blended"
-            found[ratio] = np.array(response.json())
-    np.testing.assert_allclose(found[1.0], expected, atol=1e-5 * np.abs(expected).max())
+        assert response.headers.get("X-AttnCache-Approximate") == (None if ratio is None else "blended")
+        assert ("X-AttnCache-Segments" in response.headers) == (ratio is not None)
+        found[ratio] = np.array(response.json())
+    for ratio in (None, 1.0):
+        np.testing.assert_allclose(found[ratio], expected, atol=1e-5 * np.abs(expected).max())
     assert np.abs(found[0.0] - expected).max() > 1e-2 * np.abs(expected).max()
 
 
@@ -115,25 +111,24 @@ async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder):
         again = await asked(client, "/embed", BODY)
         turned = await asked(client, "/embed", {**BODY, "segments": SEGMENTS[::-1]})
         other_salt = await asked(client, "/embed", {**BODY, "cache_salt": "b"})
-        values = samples((await client.get("/metrics")).text)
+        values = await metrics_of(client)
+        many = await asked(client, "/embed", {**BODY, "segments": ["a"] * 100})
     assert first.json() == again.json()
     assert first.json() != turned.json()
+    # The header of many chunks stays short.
+    assert len(chunks_of(many)) == 64
+    assert len(many.headers["X-AttnCache-Segments"]) < 4096
     assert [chunk["cached"] for chunk in chunks_of(first)] == [0, 0, 0]
     for response in (again, turned):
         chunks = chunks_of(response)
         assert [chunk["cached"] for chunk in chunks] == [chunk["tokens"] for chunk in chunks]
         assert chunks[0]["recomputed"] == 0
-        assert (
-            0
-            < sum(chunk["recomputed"] for chunk in chunks[1:])
-            < sum(chunk["tokens"] for chunk in chunks[1:])
-        )
+        tokens, recomputed = (sum(chunk[name] for chunk in chunks[1:]) for name in ("tokens", "recomputed"))
+        assert 0 < recomputed < tokens
         cached = sum(chunk["cached"] - chunk["recomputed"] for chunk in chunks)
         assert response.headers["X-AttnCache-Cached-Tokens"].startswith(f"{cached}/")
     assert [chunk["cached"] for chunk in chunks_of(other_salt)] == [0, 0, 0]
-    computed = sum(chunk["tokens"] for chunk in chunks_of(first)) + sum(
-        chunk["tokens"] for chunk in chunks_of(other_salt)
-    )
+    computed = sum(chunk["tokens"] for response in (first, other_salt) for chunk in chunks_of(response))
     assert values["attncache_segment_tokens_total", "computed"] == computed
     assert values["attncache_segment_tokens_total", "recomputed"] > 0
 
@@ -142,33 +137,24 @@ async def test_answer_about_a_prompt_that_is_stored_exactly_is_exact_and_is_not_
     engine = blending(folder, 0.0)
     async with serving(engine, admin=True, verify_rate=1.0) as client:
         first = await asked(client, "/embed", BODY)
-        await until_verified(client)
+        await until_metric(client, 1, VERIFIED)
         again = await asked(client, "/embed", BODY)
         exact = await asked(client, "/embed", {"inputs": [joined(engine, BODY)]})
         behind = await asked(client, "/embed", BODY)
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
         await asyncio.sleep(0.2)
-        values = samples((await client.get("/metrics")).text)
+        values = await metrics_of(client)
     assert first.json() == again.json() != exact.json()
     np.testing.assert_allclose(behind.json(), exact.json(), atol=1e-5)
     for response in (first, again):
         assert response.headers["X-AttnCache-Approximate"] == "blended"
     assert "X-AttnCache-Approximate" not in behind.headers
     assert found["exact_tokens"] >= len(joined(engine, BODY)) - 1
-    assert values["attncache_verify_cosine_count",] <= 2
-
-
-async def test_header_of_many_chunks_stays_short(folder):
-    async with serving(blending(folder, 0.5)) as client:
-        response = await asked(client, "/embed", {**BODY, "segments": ["a"] * 100})
-    assert len(chunks_of(response)) == 64
-    assert len(response.headers["X-AttnCache-Segments"]) < 4096
+    assert values[VERIFIED,] <= 2
 
 
 async def test_blended_answers_are_not_kept_for_equal_texts(folder):
-    engine = blending(folder, 0.0)
-    exact = load(folder)
-    expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
+    engine, expected = blending(folder, 0.0), exact_output(folder)
     async with serving(engine, result_memory_bytes=2**20) as client:
         await asked(client, "/embed", BODY)
         off = await asked(
@@ -331,40 +317,25 @@ async def test_segments_are_computed_again_after_they_were_dropped_though_their_
     assert [answer["cached_tokens"] for answer in answers] == [0, tokens, 0, tokens]
 
 
-async def test_operators_see_which_tokens_deviate(folder):
-    async with serving(blending(folder, 0.5), admin=True) as client:
+@pytest.mark.parametrize("ratio", [0.5, 0.0])
+async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed_again(folder, ratio):
+    engine = blending(folder, ratio)
+    async with serving(engine, admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
         wrong = await client.post("/explain?debug=blend", json={"input": "a"})
         one = await client.post("/explain?debug=blend", json={**BODY, "segments": ["a"]})
+        engine.blending.gate = gate_of(engine, ratio, listwise=True)
+        of_lists = (await asked(client, "/explain?debug=blend", BODY)).json()
     first, end = found["spans"][1]
-    assert found["served"]
+    assert (found["served"], found["ratio"], of_lists["served"]) == (True, ratio, False)
     assert all(deviation is None for deviation in found["deviations"][: found["exact_tokens"]])
     assert all(deviation > 0 for deviation in found["deviations"][first:end])
     assert len(found["tokens"]) == len(found["deviations"]) > found["spans"][-1][1]
-    assert found["rows"][0] > found["rows"][1] >= found["rows"][-1]
+    if ratio:
+        assert found["rows"][0] > found["rows"][1] >= found["rows"][-1]
+    else:
+        assert found["rows"][0] < first
     assert wrong.status_code == one.status_code == 400
-
-
-async def test_operators_see_deviations_also_where_nothing_is_computed_again(folder):
-    engine = blending(folder, 0.0)
-    async with serving(engine, admin=True) as client:
-        found = (await asked(client, "/explain?debug=blend", BODY)).json()
-        engine.blending.gate = gate_of(engine, 0.0, listwise=True)
-        of_lists = (await asked(client, "/explain?debug=blend", BODY)).json()
-    first, end = found["spans"][1]
-    assert (found["served"], found["ratio"], of_lists["served"]) == (True, 0, False)
-    assert all(deviation > 0 for deviation in found["deviations"][first:end])
-    assert found["rows"][0] < first
-
-
-async def until_verified(client, count=1):
-    """Wait until this number of answers were verified. Returns all metrics."""
-    for _ in range(100):
-        values = samples((await client.get("/metrics")).text)
-        if values["attncache_verify_cosine_count",] >= count:
-            break
-        await asyncio.sleep(0.05)
-    return values
 
 
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
@@ -377,21 +348,15 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
     ids = joined(engine, BODY)
-    *turns, query = engine.tokenizer.turns([*SEGMENTS, BODY["query"]])
-    sequence = segmented(
-        engine.tokenizer.frame(engine.tokenizer.default_prompt),
-        turns,
-        query,
-        engine.tokenizer.turns(["\n"])[0],
-    )
+    *turns, query, between = engine.tokenizer.turns([*SEGMENTS, BODY["query"], "\n"])
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
+    sequence = segmented(frame, turns, query, between)
     assert sequence.ids == ids
     for steps, ratio in ((1, 0.1), (2, None)):
-        assert engine.blending.gate is not None
         blend = engine.blending.blend(sequence, ids, b"")
         requests = [PrefillRequest(ids, False, blend=blend)] * 60
         verifier.offer(requests, engine.run(requests), engine.blending.gate)
-        while verifier.has_work:
-            verifier.verify_some()
+        verify_all(verifier)
         assert engine.blending.gate.steps == steps
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
@@ -399,8 +364,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine.open_gate(gate, path)
     path.unlink()
     verifier.offer(requests, engine.run(requests), gate)
-    while verifier.has_work:
-        verifier.verify_some()
+    verify_all(verifier)
     assert "could not be changed" in caplog.text
     engine.blending.gate = replace(gate, steps=2)
     assert engine.blending.blend(sequence, ids, b"") is None
@@ -413,12 +377,8 @@ async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(fold
     async with serving(engine, verify_rate=1.0) as client:
         for _ in range(3):
             await asked(client, "/embed", BODY)
-        values = await until_verified(client, 3)
-    assert values["attncache_verify_cosine_count",] >= 3
-    assert values["attncache_verify_cosine_sum",] == pytest.approx(
-        values["attncache_verify_cosine_count",], abs=1e-3
-    )
-    assert engine.blending.gate is not None
+        values = await until_metric(client, 3, VERIFIED)
+    assert values["attncache_verify_cosine_sum",] == pytest.approx(values[VERIFIED,], abs=1e-3)
     assert engine.blending.gate.steps == 0
 
 
