@@ -80,6 +80,17 @@ def embed_arguments(checkpoint, source, output, *more):
     return "embed", *model_arguments(checkpoint), "--input", source, "--output", output, *more
 
 
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "out.npy"
+
+
+@pytest.fixture
+def arguments(tiny_checkpoint, source, output):
+    """The command that embeds the texts of `source`."""
+    return embed_arguments(tiny_checkpoint, source, output)
+
+
 def one_line(result, *words, code=2):
     """Check that a command failed in one line with these words, beside lines of progress; return the line."""
     assert result.exit_code == code, result.output
@@ -93,6 +104,24 @@ def one_line(result, *words, code=2):
 
 def left_files(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("texts"))
+
+
+def rows_of(output):
+    """Return the label, the score and the scores by label of each row."""
+    if output.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(output).to_pylist()
+    with output.open(encoding="utf-8") as file:
+        if output.suffix == ".jsonl":
+            return [json.loads(line) for line in file]
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return [
+        {
+            "label": row.pop("label"),
+            "score": float(row.pop("score")),
+            "scores": {label: float(score) for label, score in row.items()},
+        }
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tsv", "csv", "parquet"])
@@ -180,35 +209,11 @@ def test_classes_are_in_the_order_of_the_input(tiny_classifier_checkpoint, tmp_p
     arguments = model_arguments(tiny_classifier_checkpoint)
     shown = succeeded(run("classify", *arguments, "--input", source, "--output", output))
     assert shown == f"{output}: 50 texts, 3 labels\n"
-    if ending == "jsonl":
-        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    elif ending == "parquet":
-        rows = pytest.importorskip("pyarrow.parquet").read_table(output).to_pylist()
-    else:
-        with output.open(encoding="utf-8") as file:
-            read = list(csv.DictReader(file, delimiter="\t"))
-        rows = [
-            {
-                "label": row["label"],
-                "score": float(row["score"]),
-                "scores": {label: float(row[label]) for label in LABELS},
-            }
-            for row in read
-        ]
+    rows = rows_of(output)
     scores = [[row["scores"][label] for label in LABELS] for row in rows]
     np.testing.assert_allclose(scores, classes, atol=1e-5)
     assert [row["label"] for row in rows] == [LABELS[best] for best in np.argmax(scores, axis=1)]
     assert [row["score"] for row in rows] == [max(row) for row in scores]
-
-
-def test_labels_are_compared_by_embedding(tiny_checkpoint, tmp_path, source, texts):
-    output = tmp_path / "out.jsonl"
-    options = ("--labels", "card, bank", "--input", source, "--output", output)
-    succeeded(run("classify", *model_arguments(tiny_checkpoint), *options))
-    engine = PrefillEngine.load(tiny_checkpoint.adapted(labels=["card", "bank"]), dtype="float32")
-    scores = class_scores(engine.decisions.class_logits(engine.embed(texts)))
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tsv", "parquet"])
@@ -216,30 +221,32 @@ def test_label_is_that_of_the_larger_logit_also_where_both_scores_are_1(tmp_path
     output, spooled = tmp_path / f"labels.{ending}", tmp_path / "spooled"
     logits = np.array([[18.0, 21.0], [21.0, 18.0], [-1.0, 0.0]], np.float32)
     write_output(output, spooled, logits, Classes(["a", "b"], multi_label=True))
-    if ending == "parquet":
-        rows = formats.pyarrow_parquet().read_table(output).to_pylist()
-    elif ending == "jsonl":
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
-    else:
-        rows = list(csv.DictReader(output.open(), delimiter="\t"))
+    rows = rows_of(output)
     assert [row["label"] for row in rows] == ["b", "a", "b"]
-    assert [float(row["score"]) for row in rows] == [1.0, 1.0, 0.5]
+    assert [row["score"] for row in rows] == [1.0, 1.0, 0.5]
 
 
-def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, expected):
+def test_labels_are_compared_by_embedding_and_a_fitted_classifier_is_used(
+    tiny_checkpoint, tmp_path, source, texts, expected
+):
     fitted = fit_classifier(
         expected,
         [text.split()[0] for text in texts],
         fingerprint=tiny_checkpoint.embedding_fingerprint(),
         model=tiny_checkpoint.name,
     )
-    folder, output = tmp_path / "texts-classifier", tmp_path / "out.jsonl"
+    folder = tmp_path / "texts-classifier"
     fitted.save(folder)
-    options = ("--classifier", folder, "--input", source, "--output", output)
-    succeeded(run("classify", *model_arguments(tiny_checkpoint), *options))
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    scores = class_scores(LinearClassifier.load(folder).logits(expected))
-    np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
+    engine = PrefillEngine.load(tiny_checkpoint.adapted(labels=["card", "bank"]), dtype="float32")
+    for option, value, logits in (
+        ("--labels", "card, bank", engine.decisions.class_logits(expected)),
+        ("--classifier", folder, LinearClassifier.load(folder).logits(expected)),
+    ):
+        output = tmp_path / f"out{option}.jsonl"
+        files = ("--input", source, "--output", output)
+        succeeded(run("classify", *model_arguments(tiny_checkpoint), option, value, *files))
+        found = [list(row["scores"].values()) for row in rows_of(output)]
+        np.testing.assert_allclose(found, class_scores(logits), atol=1e-5)
 
 
 @pytest.mark.parametrize("labels", ["a,b", "lost card,lost bank,b"], ids=["one token", "several tokens"])
@@ -251,7 +258,7 @@ def test_labels_are_scored_by_their_tokens(folder, tmp_path, source, texts, labe
     names = labels.split(",")
     engine = PrefillEngine.load(checkpoint.adapted(label_logits=True, labels=names), dtype="float32")
     tokens = engine.decisions.labels_in()
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(output)
     assert len(rows) == len(texts)
     for text, row in list(zip(texts, rows, strict=True))[::7]:
         requests = engine.requests(engine.tokenize([text], prompt=tokens.prompt), tokens.prompt, tokens)
@@ -275,9 +282,7 @@ def whole(tiny_checkpoint, texts, tmp_path_factory):
     return output.read_bytes()
 
 
-def test_killed_run_continues_with_the_same_bytes(tiny_checkpoint, tmp_path, source, whole):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
+def test_killed_run_continues_with_the_same_bytes(arguments, output, tmp_path, whole):
     # Killed while the third chunk is half written.
     assert is_killed(run_until_killed, ROWS_PER_CHUNK, 3, list(map(str, arguments)))
     assert left_files(tmp_path) == ["out.npy.partial", "out.npy.progress"]
@@ -325,11 +330,7 @@ def stop_ever_later(arguments, output, steps, monkeypatch):
     return sum(takewhile(lambda stopped: stopped and not output.exists(), killed))
 
 
-def test_run_that_is_killed_again_and_again_gives_the_same_bytes(
-    tiny_checkpoint, tmp_path, source, whole, monkeypatch
-):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
+def test_run_that_is_killed_again_and_again_gives_the_same_bytes(arguments, output, whole, monkeypatch):
     assert stop_ever_later(arguments, output, count(0, 3), monkeypatch) > 3
     assert output.read_bytes() == whole
 
@@ -364,19 +365,20 @@ def stop_after(chunk, monkeypatch, error):
     ("chunk", "error", "words", "code"),
     [
         (0, KeyboardInterrupt(), ("stopped; no row is saved; run the same command again",), 130),
+        # Continued with smaller chunks.
         (2, KeyboardInterrupt(), ("stopped; 16 rows are saved in", "run the same command again"), 130),
         (3, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ("out.npy: No space", "24 rows are saved"), 2),
     ],
     ids=["interrupted at once", "interrupted", "disk full"],
 )
 def test_stopped_run_says_how_to_continue(
-    tiny_checkpoint, tmp_path, source, whole, monkeypatch, chunk, error, words, code
+    arguments, output, tmp_path, whole, monkeypatch, chunk, error, words, code
 ):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
     stop_after(chunk, monkeypatch, error)
     one_line(run(*arguments), *words, code=code)
     assert left_files(tmp_path) == (["out.npy.partial", "out.npy.progress"] if chunk else [])
+    if chunk == 2:
+        monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
 
@@ -422,23 +424,8 @@ def test_file_that_cannot_be_begun_is_named(tmp_path):
     assert failed.value.filename == str(tmp_path / "out.npy.partial")
 
 
-def test_run_that_was_begun_with_larger_chunks_continues_with_the_same_bytes(
-    tiny_checkpoint, tmp_path, source, whole, monkeypatch
-):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
-    stop_after(2, monkeypatch, KeyboardInterrupt())
-    one_line(run(*arguments), "16 rows are saved", code=130)
-    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
-    succeeded(run(*arguments))
-    assert output.read_bytes() == whole
-
-
-def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
-    tiny_checkpoint, tmp_path, source, texts, whole
-):
-    output, good = tmp_path / "out.npy", source.read_bytes()
-    arguments = embed_arguments(tiny_checkpoint, source, output)
+def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(arguments, output, source, texts, whole):
+    good = source.read_bytes()
     source.write_text("\n".join([*texts[:29], "", *texts[30:]]) + "\n", encoding="utf-8")
     line = one_line(run(*arguments), f"{source}, line 30: the text is empty; remove the row")
     assert "24 rows are saved" in line
@@ -525,21 +512,17 @@ def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path, texts):
     )
 
 
-def test_text_with_too_few_tokens_for_its_length_is_named_by_its_line(tiny_checkpoint, tmp_path, texts):
-    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+def test_text_with_too_few_tokens_for_its_length_is_named_by_its_line(arguments, source, texts):
     # The equal text before it is computed once, so the line is not the index among the distinct texts.
     source.write_text(
         "\n".join([*texts[:20], texts[0], f"card{' ' * 2**21}card", texts[21]]), encoding="utf-8"
     )
-    arguments = embed_arguments(tiny_checkpoint, source, output)
     one_line(run(*arguments), f"{source}, line 22 has more than", "16 rows are saved")
 
 
 def test_unfinished_output_is_continued_only_with_the_same_model_options_and_input(
-    tiny_checkpoint, tmp_path, source, texts, monkeypatch
+    arguments, output, tmp_path, source, texts, monkeypatch
 ):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
     stop_after(2, monkeypatch, KeyboardInterrupt())
     assert run(*arguments).exit_code == 130
     other = read_checkpoint(write_sentence_transformer(tmp_path / "texts-other", seed=1))
@@ -563,9 +546,7 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     assert len(np.load(output)) == 51
 
 
-def test_damaged_and_foreign_files_are_refused(tiny_checkpoint, tmp_path, source, monkeypatch):
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
+def test_damaged_and_foreign_files_are_refused(arguments, output, tmp_path, monkeypatch):
     stop_after(2, monkeypatch, KeyboardInterrupt())
     assert run(*arguments).exit_code == 130
     numbers, state = spool.partial(output), spool.progress(output)
@@ -619,20 +600,17 @@ def test_output_that_appears_during_the_run_stays(tiny_checkpoint, tmp_path, sou
 
 
 @pytest.mark.parametrize("state", ['{"a": 1}', "[]", '{"begun_with": {}, "done": {"rows": 1, "b": 2}}', None])
-def test_numbers_without_a_state_are_not_thrown_away(tiny_checkpoint, tmp_path, source, state):
-    output = tmp_path / "out.npy"
+def test_numbers_without_a_state_are_not_thrown_away(arguments, tmp_path, state):
     numbers, progress = (tmp_path / f"out.npy.{part}" for part in ("partial", "progress"))
     numbers.write_text("somebody's notes")
     if state is not None:
         progress.write_text(state)
-    shown = one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "to begin again")
+    shown = one_line(run(*arguments), "to begin again")
     assert ("without out.npy.progress" in shown) == (state is None)
     assert numbers.read_text() == "somebody's notes"
 
 
-def test_rows_of_a_file_that_was_removed_are_not_said_to_be_saved(
-    tiny_checkpoint, tmp_path, source, monkeypatch
-):
+def test_rows_of_a_file_that_was_removed_are_not_said_to_be_saved(arguments, tmp_path, monkeypatch):
     append = spool.Spool.append
 
     def removed_before(self, *values):
@@ -641,27 +619,26 @@ def test_rows_of_a_file_that_was_removed_are_not_said_to_be_saved(
         append(self, *values)
 
     monkeypatch.setattr(spool.Spool, "append", removed_before)
-    arguments = embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")
     one_line(run(*arguments), "was removed while it was written", "no row is saved")
 
 
-def test_files_that_a_killed_run_was_writing_are_removed(tiny_checkpoint, tmp_path, source):
+def test_files_that_a_killed_run_was_writing_are_removed(arguments, tmp_path):
     for name in ("out.npy", "out.npy.progress"):
         (tmp_path / f".{name}.0123456789abcdef.unfinished").touch()
-    succeeded(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")))
+    succeeded(run(*arguments))
     assert left_files(tmp_path) == ["out.npy"]
 
 
 @pytest.mark.parametrize(
-    ("command", "output", "words"),
+    ("command", "name", "words"),
     [
         ("embed", "out.csv", ["out.csv: the file name must end in .npy or .parquet"]),
         ("classify", "out.npy", ["must end in .jsonl or .tsv or .parquet"]),
         ("embed", "absent/out.npy", ["the folder of --output", "absent/out.npy does not exist"]),
     ],
 )
-def test_output_that_cannot_be_written_is_refused(tiny_checkpoint, tmp_path, source, command, output, words):
-    options = ("--input", source, "--output", tmp_path / output)
+def test_output_that_cannot_be_written_is_refused(tiny_checkpoint, tmp_path, source, command, name, words):
+    options = ("--input", source, "--output", tmp_path / name)
     one_line(run(command, *model_arguments(tiny_checkpoint), *options), *words)
 
 
@@ -756,33 +733,36 @@ def test_file_that_grows_while_it_is_read_is_refused(tmp_path):
             list(texts)
 
 
-def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, monkeypatch):
-    ran = []
-    run = Runner.run
-    monkeypatch.setattr(
-        Runner, "run", lambda runner, requests: ran.append(len(requests)) or run(runner, requests)
-    )
-    with Computing(tiny_engine, embedding(tiny_engine, None, None), 1024) as computing:
-        ((_, numbers),) = computing.computed(
-            [chunks.Chunk(["card", "bank", "card", "card"], [1, 2, 3, 4], chunks.NOTHING, 1.0, None)]
-        )
-    assert ran == [2]
+@pytest.fixture
+def batches(monkeypatch):
+    """The numbers of tokens of the texts of each batch that is run."""
+    noted, run = [], Runner.run
+
+    def noting(runner, requests):
+        noted.append([len(request.ids) for request in requests])
+        return run(runner, requests)
+
+    monkeypatch.setattr(Runner, "run", noting)
+    return noted
+
+
+def computed(engine, texts, batch_tokens):
+    """Return the embeddings of a chunk of texts."""
+    chunk = chunks.Chunk(texts, list(range(len(texts))), chunks.NOTHING, 1.0, None)
+    with Computing(engine, embedding(engine, None, None), batch_tokens) as computing:
+        ((_, numbers),) = computing.computed([chunk])
+    return numbers
+
+
+def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, batches):
+    numbers = computed(tiny_engine, ["card", "bank", "card", "card"], 1024)
+    assert [len(batch) for batch in batches] == [2]
     assert (numbers[[0, 2]] == numbers[3]).all()
     assert (numbers[1] != numbers[0]).any()
 
 
-def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_engine, texts, monkeypatch):
-    batches = []
-    run = Runner.run
-
-    def noting(runner, requests):
-        batches.append([len(request.ids) for request in requests])
-        return run(runner, requests)
-
-    monkeypatch.setattr(Runner, "run", noting)
-    inputs = [*texts, "card " * 100]
-    with Computing(tiny_engine, embedding(tiny_engine, None, None), 64) as computing:
-        list(computing.computed([chunks.Chunk(inputs, list(range(len(inputs))), chunks.NOTHING, 1.0, None)]))
+def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_engine, texts, batches):
+    computed(tiny_engine, [*texts, "card " * 100], 64)
     batches.sort(key=max, reverse=True)
     assert batches[0] == [102]
     assert all(sum(lengths) <= 64 for lengths in batches[1:])
