@@ -195,35 +195,26 @@ def assert_refused(result, database, calibratable, *words):
     assert (database / "manifest.json").read_bytes() == (calibratable / "manifest.json").read_bytes()
 
 
-def test_classifier_and_labels_together_are_refused(
-    tiny_checkpoint, tiny_engine, tiny_corpus, calibratable, database, files, tmp_path
+def test_labels_and_classifiers_that_do_not_fit_are_refused(
+    tiny_checkpoint, tiny_classifier_checkpoint, tiny_engine, calibratable, database, files, tmp_path
 ):
-    classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
-    options = ("--texts", files / "texts.txt", "--classifier", classifier, "--labels", f"{PRIVATE},b")
-    result = calibrate(tiny_checkpoint, database, *options)
-    assert_refused(result, database, calibratable, "classifier or labels, not both")
-
-
-@pytest.mark.parametrize("labels", [PRIVATE, f"{PRIVATE},{PRIVATE}", f"{PRIVATE},,b", ","])
-def test_fewer_than_two_different_labels_are_refused(tiny_checkpoint, calibratable, database, files, labels):
-    result = calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--labels", labels)
-    assert_refused(result, database, calibratable, "labels must be two or more different names")
-
-
-def test_labels_of_a_model_with_classes_are_refused(
-    tiny_classifier_checkpoint, calibratable, database, files
-):
-    options = ("--texts", files / "texts.txt", "--labels", "a,b")
-    result = calibrate(tiny_classifier_checkpoint, database, *options)
-    assert_refused(result, database, calibratable, "is a classifier and has labels of its own")
-
-
-def test_classifier_of_another_model_is_refused(tiny_checkpoint, calibratable, database, files, tmp_path):
+    classifier = fitted(tiny_engine, ["my card", "the bank"], tmp_path / "classifier")
     embeddings = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
-    fit_classifier(embeddings, ["a", "b"] * 2, fingerprint="f", model="m").save(tmp_path / "classifier")
-    options = ("--texts", files / "texts.txt", "--classifier", tmp_path / "classifier")
-    result = calibrate(tiny_checkpoint, database, *options)
-    assert_refused(result, database, calibratable, "fitted for m", "fit a classifier")
+    fit_classifier(embeddings, ["a", "b"] * 2, fingerprint="f", model="m").save(tmp_path / "other")
+    few = "labels must be two or more different names"
+    for checkpoint, options, words in (
+        *((tiny_checkpoint, ("--labels", labels), [few]) for labels in (PRIVATE, f"{PRIVATE},{PRIVATE}")),
+        *((tiny_checkpoint, ("--labels", labels), [few]) for labels in (f"{PRIVATE},,b", ",")),
+        (
+            tiny_checkpoint,
+            ("--classifier", classifier, "--labels", f"{PRIVATE},b"),
+            ["classifier or labels, not both"],
+        ),
+        (tiny_checkpoint, ("--classifier", tmp_path / "other"), ["fitted for m", "fit a classifier"]),
+        (tiny_classifier_checkpoint, ("--labels", "a,b"), ["is a classifier and has labels of its own"]),
+    ):
+        result = calibrate(checkpoint, database, "--texts", files / "texts.txt", *options)
+        assert_refused(result, database, calibratable, *words)
 
 
 @pytest.mark.parametrize(
