@@ -59,10 +59,11 @@ NOT_CLASSIFIABLE = [
     (b'"labels": "Sesam"', "labels"),
     (b'"labels": ["a", ""]', "labels[1]"),
     (b'"labels": ["a", "Sesam", "b", "Sesam"]', "labels[3]"),
-    *((b'"labels": ["a"], "temperature": ' + value, "temperature") for value in (b"0", b"-1.5", b'"1"')),
-    *((b'"labels": ["a"], "temperature": ' + value, "temperature") for value in (b"NaN", b"Infinity")),
-    (b'"labels": ["a"], "temperature": 1e999', "temperature"),
     (b'"labels": ["a"], "normalize": true', None),
+    *(
+        (b'"labels": ["a"], "temperature": ' + value, "temperature")
+        for value in (b"0", b"-1.5", b'"1"', b"NaN", b"Infinity", b"1e999")
+    ),
 ]
 
 # pydantic's error type -> a schema, a body that provokes the error, and the message.
@@ -98,6 +99,8 @@ ODD_VALUES = [
 async def client():
     async with serving(FakeEngine(), max_request_inputs=8, max_queue_sequences=8) as client:
         yield client
+        # Whatever was wrong with them, the bytes of all bodies were given back.
+        assert client._transport.app.state.service.bodies.taken == 0
 
 
 async def assert_refused(client, response, status, code, field):

@@ -217,19 +217,6 @@ async def test_requests_get_their_own_result_or_their_own_error_whatever_they_we
             assert_result_of(texts, answer)
 
 
-async def test_panic_of_the_tokenizer_fails_only_its_request():
-    class PanickingEngine(FakeEngine):
-        def tokenize(self, texts, *arguments):
-            if texts == ["panic"]:
-                raise Panic
-            return super().tokenize(texts, *arguments)
-
-    async with batching(PanickingEngine()) as batcher:
-        with pytest.raises(InternalError):
-            await submit(batcher, ["panic"])
-        assert_result_of(["next"], await submit(batcher, ["next"]))
-
-
 async def test_request_after_the_end_is_refused():
     async with batching(FakeEngine()) as batcher:
         pass
