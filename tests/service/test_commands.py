@@ -28,13 +28,16 @@ def files(tiny_corpus, tmp_path_factory):
     return folder
 
 
+def build(checkpoint, database, *options, **how):
+    return run("build", *model_arguments(checkpoint), "--database", database, *options, **how)
+
+
 @pytest.fixture(scope="module")
 def built(tiny_checkpoint, files, tmp_path_factory):
     """A database that the command built from a .tsv file, and the output of the command."""
     folder = tmp_path_factory.mktemp("built") / "cards.db"
-    arguments = ("--corpus", files / "corpus.tsv", "--database", folder)
     options = ("--heads", "all", "--threshold", "0.9", "--prototypes", "4")
-    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
+    return folder, succeeded(build(tiny_checkpoint, folder, "--corpus", files / "corpus.tsv", *options))
 
 
 def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
@@ -49,13 +52,12 @@ def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
 
 
 def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
-    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db")
     options = (
-        *("--source-column", "mould"),
+        *("--corpus", files / "corpus.tsv", "--source-column", "mould"),
         *("--min-cosine", "0.9", "--min-agreement", "0.8", "--prototypes", "2"),
         *("--heads", "layers:0-1", "--max-length", "6", "--seed", "3"),
     )
-    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
+    succeeded(build(tiny_checkpoint, tmp_path / "a.db", *options))
     manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
     assert manifest.build["min_cosine"] == manifest.policy.budget.least == 0.9
     assert manifest.build["min_agreement"] == 0.8
@@ -70,8 +72,7 @@ def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
 
 def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
     lines = b"where is my card\nwhere is my bank\n\nclose the account\nopen the account\n"
-    arguments = ("--corpus", "-", "--database", tmp_path / "a.db")
-    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, standard_input=lines))
+    succeeded(build(tiny_checkpoint, tmp_path / "a.db", "--corpus", "-", standard_input=lines))
     assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
 
 
@@ -93,9 +94,9 @@ def test_corpus_is_several_files_and_columns_without_excluded_texts_whatever_the
         *("--exclude", f"{tmp_path / 'evaluated.csv'}:query,answer"),
         # --without is the former name of --exclude.
         *("--without", tmp_path / "without.txt"),
-        *("--database", tmp_path / "a.db", "--heads", "all"),
+        *("--heads", "all"),
     )
-    result = run("build", *model_arguments(tiny_checkpoint), *arguments)
+    result = build(tiny_checkpoint, tmp_path / "a.db", *arguments)
     succeeded(result)
     assert "4 of 200 texts excluded" in result.stderr.splitlines()
     store = AttentionDatabase.open(tmp_path / "a.db").search.store
@@ -108,8 +109,7 @@ def test_prototypes_dimensions_and_longest_text_are_what_the_options_say(
     tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
 ):
     options = ("--prototypes", "0", "--dimensions", "24", "--max-tokens", "7", "--heads", "all")
-    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *options)
-    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    succeeded(build(tiny_checkpoint, tmp_path / "a.db", "--corpus", files / "corpus.tsv", *options))
     database = AttentionDatabase.open(tmp_path / "a.db")
     manifest = database.manifest
     assert manifest.prototypes == {}
@@ -126,8 +126,7 @@ def test_prototypes_dimensions_and_longest_text_are_what_the_options_say(
 
 def test_excluding_the_whole_corpus_is_one_line(tiny_checkpoint, files, tmp_path):
     source = f"{files / 'corpus.tsv'}:text"
-    arguments = ("--corpus", source, "--exclude", source, "--database", tmp_path / "a.db")
-    result = run("build", *model_arguments(tiny_checkpoint), *arguments)
+    result = build(tiny_checkpoint, tmp_path / "a.db", "--corpus", source, "--exclude", source)
     assert result.exit_code == 2
     excluded, line = without_progress(result.stderr)
     assert excluded == "240 of 240 texts excluded"
@@ -164,17 +163,6 @@ def test_inspect_as_json_is_the_manifest(built):
     assert group["kinds"]["0"]["threshold"] == 0.9
 
 
-def test_verify_ends_with_exit_code_1_and_names_the_damage(built, tmp_path):
-    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
-    path = folder / "maps" / "00006.maps"
-    content = bytearray(path.read_bytes())
-    content[2 * 4096] ^= 1
-    path.write_bytes(content)
-    result = run("verify", folder)
-    assert result.exit_code == 1
-    assert result.stdout == "length 6: 1 damaged records, the first is 0\n"
-
-
 @pytest.mark.parametrize(
     ("name", "offset", "sentence"),
     [
@@ -185,6 +173,7 @@ def test_verify_ends_with_exit_code_1_and_names_the_damage(built, tmp_path):
         ("maps/00006.maps", 60, "{} belongs to another database"),
         ("maps/00006.maps", 4096, "the record table of {} was changed since it was written"),
         ("maps/00006.maps", 4095, "header or record table of {} were changed since the database was built"),
+        ("maps/00006.maps", 2 * 4096, "length 6: 1 damaged records, the first is 0"),
     ],
 )
 def test_verify_ends_with_exit_code_1_and_a_sentence_for_each_kind_of_file(
@@ -197,28 +186,24 @@ def test_verify_ends_with_exit_code_1_and_a_sentence_for_each_kind_of_file(
     result = run("verify", folder)
     assert (result.exit_code, result.stderr) == (1, "")
     (line,) = result.stdout.splitlines()
-    assert line.startswith(f"{sentence.format(folder / name)}; remove {folder} and build it again")
+    remedy = f"; remove {folder} and build it again" if "{}" in sentence else ""
+    assert line.startswith(f"{sentence.format(folder / name)}{remedy}")
 
 
-def test_fitted_classifier_is_loaded_and_predicts_its_training_labels(tiny_checkpoint, files, tmp_path):
+def test_fitted_classifier_predicts_its_training_labels_and_a_fit_that_was_stopped_can_be_repeated(
+    tiny_checkpoint, files, tmp_path
+):
     output = tmp_path / "classifier"
-    arguments = ("--data", files / "train.tsv", "--output", output)
-    text = succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
-    assert text == f"{output}: 2 labels from 120 texts\n"
+    arguments = ("fit-classifier", *model_arguments(tiny_checkpoint), "--data", files / "train.tsv")
+    assert succeeded(run(*arguments, "--output", output)) == f"{output}: 2 labels from 120 texts\n"
     classifier = LinearClassifier.load(output)
     engine = PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
     texts, labels = read_labelled(str(files / "train.tsv"), "text", "label")
     decided = classifier.predict(engine.embed(texts))
     assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
-
-
-def test_fit_that_was_stopped_between_its_files_can_be_repeated(tiny_checkpoint, files, tmp_path):
-    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "classifier")
-    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
-    whole = LinearClassifier.load(tmp_path / "classifier").digest()
-    (tmp_path / "classifier" / "classifier.json").unlink()
-    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
-    assert LinearClassifier.load(tmp_path / "classifier").digest() == whole
+    (output / "classifier.json").unlink()  # stopped between its files
+    succeeded(run(*arguments, "--output", output))
+    assert LinearClassifier.load(output).digest() == classifier.digest()
 
 
 BUILD = "build --corpus {files}/corpus.tsv --database"
@@ -286,8 +271,8 @@ def test_mistake_is_one_line(
 )
 def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, content, options, words):
     (tmp_path / "a.tsv").write_text(content, encoding="utf-8")
-    arguments = ("--corpus", tmp_path / "a.tsv", "--database", tmp_path / "a.db", *options)
-    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), *words)
+    result = build(tiny_checkpoint, tmp_path / "a.db", "--corpus", tmp_path / "a.tsv", *options)
+    assert_one_line(result, *words)
     assert not (tmp_path / "a.db").exists()
 
 
