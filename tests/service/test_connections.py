@@ -21,6 +21,8 @@ from raw_http import (
 
 # Computed each time, also if the text was computed before.
 EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
+# Its response has 2 MB. The buffers of both sockets hold a few of such responses, and not eight.
+LARGE = post(json.dumps({"inputs": ["a"] * 4096}).encode())
 MIB = 2**20
 
 
@@ -29,6 +31,22 @@ def server():
     """A server with usual limits."""
     with served() as running:
         yield running
+
+
+def connection_of(server, client):
+    """Return the server's side of the connection of a client."""
+    (connection,) = [each for each in server.connections() if each.client == client.getsockname()]
+    return connection
+
+
+@contextlib.contextmanager
+def computing(server, client, sent=EMBED):
+    """Send a request, whose computation waits for the end of the block."""
+    server.engine.may_run.clear()
+    client.sendall(sent)
+    assert server.engine.runs.acquire(timeout=PATIENCE_SECONDS)
+    yield
+    server.engine.may_run.set()
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +88,10 @@ class RecordedTransport:
 
 @pytest.mark.parametrize("request_bytes", [EMBED, HEALTH, HEALTH.replace(b"GET", b"HEAD")])
 def test_head_and_body_of_an_answer_are_written_at_once(server, request_bytes):
-    before = server.connections()
     with server.connect() as client:
         client.sendall(HEALTH)
         assert read_response(client).status == 200
-        (connection,) = [each for each in server.connections() if each not in before]
-        responses = connection._responses
+        responses = connection_of(server, client)._responses
         responses._transport = recorded = RecordedTransport(responses._transport)
         for _ in range(2):
             client.sendall(request_bytes)
@@ -88,40 +104,31 @@ def test_head_and_body_of_an_answer_are_written_at_once(server, request_bytes):
 # Time.
 
 
-def test_headers_that_trickle_in_are_answered_408(hasty):
+@pytest.mark.parametrize(
+    ("first", "more", "answer"),
+    [(b"GET /health HTTP/1.1\r\n", b"X-More: 1\r\n", b"HTTP/1.1 408 "), (b"", b"\r\n", b"")],
+    ids=["headers", "empty lines"],
+)
+def test_connection_on_which_lines_trickle_in_is_ended(hasty, first, more, answer):
     with hasty.connect() as client:
         client.settimeout(0.05)
-        client.sendall(b"GET /health HTTP/1.1\r\n")
-        received = b""
-        while not received:
-            client.sendall(b"X-More: 1\r\n")
-            with contextlib.suppress(TimeoutError):
-                received = client.recv(65536)
-        assert received.startswith(b"HTTP/1.1 408 ")
-
-
-def test_connection_without_a_request_is_closed_without_a_word(hasty):
-    with hasty.connect() as client:
-        assert read_to_end(client) == b""
-
-
-def test_connection_that_only_sends_empty_lines_is_closed(hasty):
-    with hasty.connect() as client:
-        client.settimeout(0.05)
-        closed = False
-        while not closed:
+        client.sendall(first)
+        received = None
+        while received is None:
             try:
-                client.sendall(b"\r\n")
-                closed = client.recv(65536) == b""
+                client.sendall(more)
+                received = client.recv(65536)
             except TimeoutError:
                 continue
             except OSError:
-                closed = True
+                received = b""
+        assert received[:13] == answer
 
 
-def test_idle_connection_is_closed_after_its_last_response(hasty):
+@pytest.mark.parametrize("requests", [0, 2])
+def test_idle_connection_is_closed_without_a_word(hasty, requests):
     with hasty.connect() as client:
-        for _ in range(2):
+        for _ in range(requests):
             client.sendall(HEALTH)
             assert read_response(client).status == 200
         assert read_to_end(client) == b""
@@ -150,50 +157,40 @@ def test_request_that_does_not_end_is_answered_408(hasty):
 
 
 def test_request_that_is_computed_is_not_cut(hasty):
-    engine = hasty.engine
     with counted(hasty, "request_timeout"), hasty.connect() as client:
-        engine.may_run.clear()
-        client.sendall(EMBED)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
         # Another connection waits out the same limits meanwhile.
-        with hasty.connect() as other:
+        with computing(hasty, client), hasty.connect() as other:
             other.sendall(b"GET /")
             assert read_response(other).status == 408
-        engine.may_run.set()
         assert read_response(client).status == 200
 
 
 @pytest.mark.parametrize("reads", [0, 16_384])  # bytes at a time
 def test_client_that_reads_nothing_or_slowly_is_cut(hasty, reads):
-    # Eight responses of 2 MB, which the buffers of both sockets do not hold.
-    request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
     with hasty.connect(receive_buffer=4096) as client, counted(hasty, "slow_reader"):
-        client.sendall(request * 8)
+        client.sendall(LARGE * 8)
         for _ in range(25 if reads else 0):  # longer than write_seconds
             time.sleep(0.02)
             client.recv(reads)
 
 
-# Responses of 2 MB, of which the buffers of both sockets hold a few.
-LARGE = post(json.dumps({"inputs": ["a"] * 4096}).encode())
 LARGE_LIMITS = {"max_request_inputs": 4096, "max_queue_sequences": 65536, "max_inflight_bytes": 3 * MIB}
 
 
 def test_large_responses_that_are_not_read_are_bounded_and_in_flight():
-    request = LARGE
     with served(**LARGE_LIMITS, write_seconds=600) as server:
         answers = server.server.config.app.state.service.answers
         with server.connect(receive_buffer=4096) as slow:
-            slow.sendall(request * 8)
+            slow.sendall(LARGE * 8)
             wait_until(lambda: any(each.flow.write_paused for each in server.connections()))
             assert MIB < answers.taken < 2 * MIB
-            refused = server.ask(request)
+            refused = server.ask(LARGE)
             assert (refused.status, refused.code) == (429, "queue_full")
             assert b"not read yet" in refused.body
             assert server.ask(EMBED).status == 200
             assert [answer.status for answer in read_responses(slow, 8)] == [200] * 8
         wait_until(lambda: answers.taken == 0)
-        assert server.ask(request).status == 200
+        assert server.ask(LARGE).status == 200
 
 
 def test_client_has_less_time_to_read_while_large_responses_are_not_read(monkeypatch):
@@ -277,11 +274,9 @@ def test_request_that_begins_in_the_read_of_a_large_body_is_received(server):
     with server.connect() as client:
         client.sendall(large[:1000])
 
-        def receiving():
-            return [c for c in server.connections() if c.client == client.getsockname() and c.cycle]
-
-        wait_until(receiving)
-        (connection,) = receiving()
+        wait_until(lambda: any(each.client == client.getsockname() for each in server.connections()))
+        connection = connection_of(server, client)
+        wait_until(lambda: connection.cycle)
         read = large[1000:] + EMBED[:-5]
         connection.loop.call_soon_threadsafe(connection.data_received, read)
         assert read_response(client).status == 400
@@ -291,36 +286,26 @@ def test_request_that_begins_in_the_read_of_a_large_body_is_received(server):
 
 def test_unread_body_holds_a_bounded_number_of_bytes(server):
     """While a request waits behind another one, nobody reads its body."""
-    engine = server.engine
-    engine.may_run.clear()
-    with server.connect() as client:
+    with server.connect() as client, computing(server, client):
         client.settimeout(0.5)
-        client.sendall(EMBED)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
         sent = 0
         with contextlib.suppress(TimeoutError):
             client.sendall(post(b"")[:-19] + b"Content-Length: %d\r\n\r\n" % (64 * MIB))
             while True:
                 sent += client.send(b"x" * 65536)
-        (connection,) = [c for c in server.connections() if c.client == client.getsockname()]
+        connection = connection_of(server, client)
         assert len(connection.cycle.body) <= MIB / 2
         assert connection.flow.read_paused
         assert sent < 64 * MIB
-        engine.may_run.set()
 
 
 # Requests one after the other.
 
 
 def test_pipeline_is_bounded_and_what_was_accepted_is_answered(server):
-    engine = server.engine
-    engine.may_run.clear()
     with server.connect() as client:
-        client.sendall(EMBED + HEALTH * 10_000)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
-        (connection,) = [c for c in server.connections() if c.client == client.getsockname()]
-        assert len(connection.pipeline) <= 16
-        engine.may_run.set()
+        with computing(server, client, EMBED + HEALTH * 10_000):
+            assert len(connection_of(server, client).pipeline) <= 16
         received = read_to_end(client)
     assert 1 < received.count(b"HTTP/1.1 200 ") <= 17
     assert received.count(b"HTTP/1.1 ") == received.count(b"HTTP/1.1 200 ")
@@ -339,31 +324,24 @@ def test_what_is_not_http_is_answered_400(server, garbage):
 
 @pytest.mark.parametrize("garbage", [b"nonsense\r\n\r\n", post_chunked() + b"nonsense\r\n"])
 def test_garbage_behind_a_request_does_not_take_its_response(server, garbage):
-    engine = server.engine
-    engine.may_run.clear()
     with server.connect() as client:
-        client.sendall(EMBED + garbage)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
-        engine.may_run.set()
+        with computing(server, client, EMBED + garbage):
+            pass
         assert read_response(client).status == 200
         assert read_to_end(client) == b""
 
 
 def test_client_that_leaves_with_pipelined_requests_is_not_computed(server):
-    engine = server.engine
     gone = 'requests_total{route="/embed",status="499"}'
     before = server.metric(gone)
-    engine.may_run.clear()
     with server.connect() as client:
-        client.sendall(EMBED)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
-        with server.connect() as leaving:
-            leaving.sendall(post(b'{"inputs": "left"}') + EMBED)
-            wait_until(lambda: any(len(connection.pipeline) == 1 for connection in server.connections()))
-        wait_until(lambda: server.metric(gone) == before + 1)
-        engine.may_run.set()
+        with computing(server, client):
+            with server.connect() as leaving:
+                leaving.sendall(post(b'{"inputs": "left"}') + EMBED)
+                wait_until(lambda: any(len(connection.pipeline) == 1 for connection in server.connections()))
+            wait_until(lambda: server.metric(gone) == before + 1)
         assert read_response(client).status == 200
-    assert ["left"] not in engine.batches
+    assert ["left"] not in server.engine.batches
 
 
 def test_body_that_is_refused_early_after_expect_closes_the_connection(server):
@@ -461,18 +439,19 @@ def test_health_is_answered_while_many_connections_say_nothing(small):
 def test_connections_of_a_unix_socket_take_turns(tmp_path):
     engine = FakeEngine()
     settings = {"max_batch_tokens": 64, "max_request_inputs": 64, "result_memory_bytes": 0}
-    with served(engine, unix_socket=tmp_path / "a.sock", **settings) as server, server.connect() as busy:
-        engine.may_run.clear()
-        busy.sendall(EMBED)
-        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
-        with server.connect() as many, server.connect() as one:
+    with (
+        served(engine, unix_socket=tmp_path / "a.sock", **settings) as server,
+        server.connect() as many,
+        server.connect() as one,
+        server.connect() as busy,
+    ):
+        with computing(server, busy):
             many.sendall(post(json.dumps({"inputs": [f"{n:032}" for n in range(40)]}).encode()))
             wait_until(lambda: server.metric("queue_sequences") == 40)
             one.sendall(post(b'{"inputs": "one text"}'))
             wait_until(lambda: server.metric("queue_sequences") == 41)
-            engine.may_run.set()
-            for client in (many, one, busy):
-                assert read_response(client).status == 200
+        for client in (many, one, busy):
+            assert read_response(client).status == 200
     place = next(number for number, batch in enumerate(engine.batches) if "one text" in batch)
     # The busy text, and a turn of the connection that came before.
     assert place <= 2

@@ -64,22 +64,15 @@ def test_socket_of_a_server_that_has_ended_is_replaced(tmp_path):
         client.connect(str(path))
 
 
-def test_socket_of_a_living_server_is_refused_and_left_alone(tmp_path):
-    path = tmp_path / "attncache.sock"
+def test_path_that_cannot_be_bound_is_refused_and_left_alone(tmp_path):
+    path, notes = tmp_path / "attncache.sock", tmp_path / "notes.txt"
     with bind_unix(path), pytest.raises(AddressUnavailable, match="another server listens"):
         bind_unix(path)
     assert path.is_socket()
-
-
-def test_file_that_is_no_socket_is_refused_and_left_alone(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("mine")
+    notes.write_text("mine")
     with pytest.raises(AddressUnavailable, match="not a socket"):
-        bind_unix(path)
-    assert path.read_text() == "mine"
-
-
-def test_folder_that_is_missing_is_named(tmp_path):
+        bind_unix(notes)
+    assert notes.read_text() == "mine"
     with pytest.raises(AddressUnavailable, match=r"absent/a\.sock: no such file"):
         bind_unix(tmp_path / "absent" / "a.sock")
 
