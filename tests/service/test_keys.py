@@ -9,6 +9,7 @@ import signal
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, serving
+from queueing import queued
 from raw_http import served, wait_until
 from running import FILE, ONE, OPS, TWO, Clock, bearer, keys_file, samples
 
@@ -39,11 +40,15 @@ def file(tmp_path):
     return keys_file(tmp_path)
 
 
+@pytest.fixture
+def keys(file):
+    return KeyRing(file, None, LocalStore())
+
+
 # The file.
 
 
-def test_file_names_the_holders_and_what_they_may_do(file):
-    keys = KeyRing(file, None, LocalStore())
+def test_file_names_the_holders_and_what_they_may_do(keys):
     assert keys.names == ["one", "ops", "two"]
     operator = keys.holder(headers(x_api_key=OPS))
     assert (operator.name, operator.is_admin, operator.quotas) == ("ops", True, Quotas(6, 600, 2))
@@ -53,16 +58,16 @@ def test_file_names_the_holders_and_what_they_may_do(file):
 
 
 @pytest.mark.parametrize("given", [{}, headers(authorization=f"Basic {ONE}"), headers(x_request_id=ONE)])
-def test_request_without_a_key_is_told_how_to_send_one(file, given):
+def test_request_without_a_key_is_told_how_to_send_one(keys, given):
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY") as raised:
-        KeyRing(file, None, LocalStore()).holder(given)
+        keys.holder(given)
     assert raised.value.challenge == 'Bearer realm="attncache"'
 
 
 @pytest.mark.parametrize("key", ["", ONE[:-1], ONE + "0", ONE.upper(), "ö" * 20, "x" * 100_000, "one"])
-def test_unknown_key_is_refused_and_not_repeated(file, key):
+def test_unknown_key_is_refused_and_not_repeated(keys, key):
     with pytest.raises(Unauthorized) as raised:
-        KeyRing(file, None, LocalStore()).holder(headers(x_api_key=key))
+        keys.holder(headers(x_api_key=key))
     assert str(raised.value) == "the API key is not known to this server"
     assert "invalid_token" in raised.value.challenge
 
@@ -127,6 +132,9 @@ def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file():
     several = ring(f"one {ONE}; two {TWO} admin")
     assert several.names == ["one", "two"]
     assert not several.holder(headers(x_api_key=ONE)).is_admin
+    # Two keys of one name are one holder, while a key is replaced.
+    replaced = ring(f"one {ONE}; one {TWO}")
+    assert replaced.holder(headers(x_api_key=ONE)) is replaced.holder(headers(x_api_key=TWO))
     for malformed, says in ((" ; ", "has no key"), (f"one {ONE};two", "entry 2 must be a name")):
         with pytest.raises(InvalidSettings, match=says):
             ring(malformed)
@@ -135,7 +143,6 @@ def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file():
 def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch):
     monkeypatch.setenv("ATTNCACHE_API_KEY", ONE)
     settings = gather_settings({})
-    assert settings.api_key is not None
     assert settings.api_key.get_secret_value() == ONE
     assert ONE not in f"{settings!r} {settings.model_dump_json()}"
     with pytest.raises(InvalidSettings) as raised:
@@ -143,8 +150,7 @@ def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch):
     assert "--api-key (ATTNCACHE_API_KEY, or api_key in the file) cannot be this value" in str(raised.value)
 
 
-def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file):
-    keys = KeyRing(file, None, LocalStore())
+def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file, keys):
     use = keys.holder(headers(x_api_key=OPS)).use
     keys_file(file.parent, FILE.replace(ONE, "new-key-of-one-0123456789") + "three third-key-0123456789\n")
     keys.reload()
@@ -158,12 +164,7 @@ def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file):
     assert keys.holder(headers(x_api_key=OPS)).use is not use
 
 
-def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced():
-    keys = ring(f"one {ONE}; one {TWO}")
-    assert keys.holder(headers(x_api_key=ONE)) is keys.holder(headers(x_api_key=TWO))
-
-
-def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file):
+def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(keys):
     for method, path in (("GET", "/health"), ("HEAD", "/ready"), ("GET", "/"), ("GET", "/page/page.js")):
         assert is_open(method, path, "public")
     for path in ("/metrics", "/docs", "/openapi.json", "/info", "/embed", "/page", "/health/", "//health"):
@@ -171,9 +172,7 @@ def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file):
     assert is_open("GET", "/metrics", "admin")
     assert not is_open("POST", "/", "public")
     assert not is_open("GET", "/info", "admin")
-    client, operator = (
-        KeyRing(file, None, LocalStore()).holder(headers(x_api_key=key)) for key in (ONE, OPS)
-    )
+    client, operator = (keys.holder(headers(x_api_key=key)) for key in (ONE, OPS))
     for path in ("/cache", "/cache/warm", "/metrics", "/explain"):
         check_admin(path, operator)
         with pytest.raises(Forbidden):
@@ -190,6 +189,11 @@ async def refused(use):
     return raised.value.quota, raised.value.retry_after_seconds
 
 
+async def begin(use, requests):
+    for _ in range(requests):
+        assert await use.begin()
+
+
 def use_of(quotas, clock, store=None):
     return QuotaUse("client", quotas, store or LocalStore(), max_seconds=100, clock=clock)
 
@@ -197,8 +201,7 @@ def use_of(quotas, clock, store=None):
 async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=6), clock)
-    for _ in range(6):
-        await use.begin()
+    await begin(use, 6)
     assert await refused(use) == ("requests_per_minute", 10)
     clock.seconds = 4.5
     quota, seconds = await refused(use)
@@ -206,16 +209,14 @@ async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_ref
     clock.seconds += seconds
     await use.begin()
     clock.seconds += 3600  # the bucket holds a minute's worth and no more
-    for _ in range(6):
-        await use.begin()
+    await begin(use, 6)
     assert (await refused(use))[0] == quota
 
 
 async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request():
     clock = Clock()
     use = use_of(Quotas(tokens_per_minute=60), clock)
-    for _ in range(2):
-        await use.begin()
+    await begin(use, 2)
     await use.end(100)
     await use.end(20)
     quota, seconds = await refused(use)
@@ -229,8 +230,7 @@ async def test_requests_at_once_exceed_the_quota_of_tokens_by_little():
     """Until they end, requests count by a guess, and then by what they had."""
     clock = Clock()
     use = use_of(Quotas(tokens_per_minute=1000), clock)
-    for _ in range(4):
-        await use.begin()
+    await begin(use, 4)
     assert [await use.take(400) for _ in range(3)] == [400, 400, 200]
     with pytest.raises(QuotaExceeded):
         await use.take(400)
@@ -243,15 +243,13 @@ async def test_requests_at_once_exceed_the_quota_of_tokens_by_little():
 
 async def test_request_that_a_guess_refuses_counts_as_none():
     use = use_of(Quotas(requests_per_minute=3, tokens_per_minute=100), Clock())
-    for _ in range(2):
-        await use.begin()
+    await begin(use, 2)
     assert await use.take(100) == 100
     with pytest.raises(QuotaExceeded):
         await use.take(100)
     await use.end(0)
     await use.end(0, taken=100)
-    for _ in range(2):
-        await use.begin()
+    await begin(use, 2)
     assert (await refused(use))[0] == "requests_per_minute"
 
 
@@ -281,8 +279,7 @@ async def test_process_that_was_killed_has_nothing_in_flight(end):
 async def test_retry_after_is_right_when_the_clock_goes_back():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=60), clock)
-    for _ in range(60):
-        await use.begin()
+    await begin(use, 60)
     clock.seconds -= 45
     quota, seconds = await refused(use)
     assert (quota, seconds) == ("requests_per_minute", 46)
@@ -294,12 +291,10 @@ async def test_key_is_not_refused_for_long_when_the_clock_goes_back_by_hours():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=2), clock)
     clock.seconds += 7200
-    assert await use.begin()
-    assert await use.begin()
+    await begin(use, 2)
     await refused(use)
     clock.seconds -= 7200
-    assert await use.begin()
-    assert await use.begin()
+    await begin(use, 2)
     _, seconds = await refused(use)
     clock.seconds += seconds
     assert await use.begin()
@@ -373,8 +368,7 @@ async def test_another_store_counts_alone_while_the_first_one_refuses(refuses):
     use, other = (QuotaUse("k", quotas, first, second, max_seconds=100, clock=clock) for _ in range(2))
     assert await use.begin()
     first.refuses = refuses
-    assert await use.begin()
-    assert await use.begin()
+    await begin(use, 2)
     assert (await refused(use))[0] == "requests_per_minute"
     first.refuses = ""
     # Three are in flight here, whichever store has counted them; one more may begin, and nothing is lost.
@@ -430,9 +424,8 @@ async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file)
             broken = await client.request(method, f"{path}%0A", headers=bearer(ONE))
             assert (broken.status_code, broken.json()["error"]["code"]) == (404, "not_found")
         assert (await client.get("/metrics", headers=bearer(OPS))).status_code == 200
-        assert (await client.get("/cache/stats", headers=bearer(OPS))).json()["error"][
-            "code"
-        ] == "no_key_values"
+        allowed = await client.get("/cache/stats", headers=bearer(OPS))
+        assert allowed.json()["error"]["code"] == "no_key_values"
         for path in ("/v1/embeddings", "/v1/unknown"):
             assert (await client.post(path)).json()["error"]["type"] == "authentication_error"
 
@@ -574,11 +567,9 @@ async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
         # The test's client has one address, so without keys all of these would be one flow.
         many = asyncio.create_task(ask(client, ONE, inputs=[f"many {number}" for number in range(40)]))
         batcher = client._transport.app.state.service.serving().batcher
-        while batcher.waiting_sequences < 40:
-            await asyncio.sleep(0.001)
+        await queued(batcher, 40)
         single = asyncio.create_task(ask(client, TWO, "single"))
-        while batcher.waiting_sequences < 41:
-            await asyncio.sleep(0.001)
+        await queued(batcher, 41)
         engine.may_run.set()
         assert [(await response).status_code for response in (held, many, single)] == [200] * 3
     assert any("single" in batch for batch in engine.batches[:4])
@@ -670,8 +661,7 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, 
     assert [int(usage.split("/")[0]) > 0 for usage in shown] == [False, True]
 
 
-def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, caplog):
-    keys = KeyRing(file, None, LocalStore())
+def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, keys, caplog):
     new = "rotated-key-0123456789"
     keys_file(file.parent, FILE.replace(ONE, new))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
