@@ -287,6 +287,9 @@ def test_killed_run_continues_with_the_same_bytes(arguments, output, tmp_path, w
     assert is_killed(run_until_killed, ROWS_PER_CHUNK, 3, list(map(str, arguments)))
     assert left_files(tmp_path) == ["out.npy.partial", "out.npy.progress"]
     assert (tmp_path / "out.npy.partial").stat().st_size == 128 + (16 + 4) * 32 * 4
+    # What a killed run was writing beside its place is removed.
+    for name in ("out.npy", "out.npy.progress"):
+        (tmp_path / f".{name}.0123456789abcdef.unfinished").touch()
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
     assert left_files(tmp_path) == ["out.npy"]
@@ -620,13 +623,6 @@ def test_rows_of_a_file_that_was_removed_are_not_said_to_be_saved(arguments, tmp
 
     monkeypatch.setattr(spool.Spool, "append", removed_before)
     one_line(run(*arguments), "was removed while it was written", "no row is saved")
-
-
-def test_files_that_a_killed_run_was_writing_are_removed(arguments, tmp_path):
-    for name in ("out.npy", "out.npy.progress"):
-        (tmp_path / f".{name}.0123456789abcdef.unfinished").touch()
-    succeeded(run(*arguments))
-    assert left_files(tmp_path) == ["out.npy"]
 
 
 @pytest.mark.parametrize(

@@ -198,20 +198,18 @@ def assert_refused(result, database, calibratable, *words):
 def test_labels_and_classifiers_that_do_not_fit_are_refused(
     tiny_checkpoint, tiny_classifier_checkpoint, tiny_engine, calibratable, database, files, tmp_path
 ):
-    classifier = fitted(tiny_engine, ["my card", "the bank"], tmp_path / "classifier")
+    good = fitted(tiny_engine, ["my card", "the bank"], tmp_path / "classifier")
     embeddings = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
     fit_classifier(embeddings, ["a", "b"] * 2, fingerprint="f", model="m").save(tmp_path / "other")
-    few = "labels must be two or more different names"
-    for checkpoint, options, words in (
-        *((tiny_checkpoint, ("--labels", labels), [few]) for labels in (PRIVATE, f"{PRIVATE},{PRIVATE}")),
-        *((tiny_checkpoint, ("--labels", labels), [few]) for labels in (f"{PRIVATE},,b", ",")),
-        (
-            tiny_checkpoint,
-            ("--classifier", classifier, "--labels", f"{PRIVATE},b"),
-            ["classifier or labels, not both"],
-        ),
-        (tiny_checkpoint, ("--classifier", tmp_path / "other"), ["fitted for m", "fit a classifier"]),
-        (tiny_classifier_checkpoint, ("--labels", "a,b"), ["is a classifier and has labels of its own"]),
+    tiny, own_classes = tiny_checkpoint, tiny_classifier_checkpoint
+    for checkpoint, options, *words in (
+        (tiny, ("--labels", PRIVATE), "labels must be two or more different names"),
+        (tiny, ("--labels", f"{PRIVATE},{PRIVATE}"), "labels must be two or more different names"),
+        (tiny, ("--labels", f"{PRIVATE},,b"), "labels must be two or more different names"),
+        (tiny, ("--labels", ","), "labels must be two or more different names"),
+        (tiny, ("--classifier", good, "--labels", f"{PRIVATE},b"), "classifier or labels, not both"),
+        (tiny, ("--classifier", tmp_path / "other"), "fitted for m", "fit a classifier"),
+        (own_classes, ("--labels", "a,b"), "is a classifier and has labels of its own"),
     ):
         result = calibrate(checkpoint, database, "--texts", files / "texts.txt", *options)
         assert_refused(result, database, calibratable, *words)

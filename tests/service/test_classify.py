@@ -56,24 +56,17 @@ async def test_labels_of_the_server_are_scored_as_labels_of_the_request(tiny_che
             )
 
 
-async def test_labels_are_embedded_once_without_reuse_and_not_counted():
-    engine = FakeEngine(stored={"refund", "hello"})
+async def test_each_label_is_computed_once_without_reuse_and_not_counted():
+    engine = FakeEngine(stored={"a", "b", "c", "x"})
     async with serving(engine) as client:
-        for _ in range(3):
-            response = await client.post("/classify", json={"inputs": "hello", "labels": ["refund", "other"]})
+        for labels in (["a", "b"], ["b", "c"], ["c", "a"]):
+            response = await client.post("/classify", json={"inputs": "x", "labels": labels})
             assert response.headers["X-AttnCache-Hits"] == "1/1"
         metrics = (await client.get("/metrics")).text
-    assert sum(texts.count("refund") for texts in engine.batches) == 1
+    assert engine.batches == [["a", "b"], ["x"], ["c"], ["x"], ["x"]]
+    assert engine.verified == [["a", "b"], ["c"]]  # without reuse
     assert 'attncache_sequences_total{outcome="hit"} 3.0' in metrics
     assert 'attncache_sequences_total{outcome="not_searched"} 0.0' in metrics
-
-
-async def test_only_labels_that_are_not_cached_are_computed():
-    engine = FakeEngine()
-    async with serving(engine) as client:
-        await client.post("/classify", json={"inputs": "x", "labels": ["a", "b"]})
-        await client.post("/classify", json={"inputs": "x", "labels": ["b", "c"]})
-    assert engine.batches == [["a", "b"], ["x"], ["c"], ["x"]]
 
 
 async def test_label_without_a_token_is_refused_by_its_own_name():
@@ -113,12 +106,15 @@ async def test_labels_too_long_to_be_repeated_for_each_input_are_refused():
                 assert "fewer inputs or shorter labels" in error["message"]
 
 
-async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again():
+async def test_labels_restrict_a_classifier_and_an_unknown_label_is_named_by_its_index():
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["account", "refund"]})
+        unknown = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})
     (row,) = response.json()
     assert [score["label"] for score in row] == ["refund", "account"]
     assert [score["score"] for score in row] == pytest.approx(softmax([0.0, -0.2]))
+    assert (unknown.status_code, unknown.json()["error"]["field"]) == (400, "labels[1]")
+    assert "Sesam" not in unknown.text
 
 
 async def test_classes_of_one_name_are_all_answered_and_cannot_be_requested():
@@ -131,10 +127,3 @@ async def test_classes_of_one_name_are_all_answered_and_cannot_be_requested():
     error = one.json()["error"]
     assert (one.status_code, error["field"]) == (400, "labels[1]")
     assert "several classes" in error["message"]
-
-
-async def test_label_unknown_to_the_classifier_is_named_by_its_index():
-    async with serving(FakeEngine(labels=KNOWN)) as client:
-        response = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})
-    assert (response.status_code, response.json()["error"]["field"]) == (400, "labels[1]")
-    assert "Sesam" not in response.text

@@ -17,7 +17,7 @@ from core_models import (
 )
 from fake_engine import NOT_FINITE, FakeEngine
 from fake_engine import serving as serving_with
-from running import samples
+from running import samples, until_metric
 from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
 
 from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, build_database
@@ -175,12 +175,8 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(f
         async with serving(engine, verify_rate=1) as client:
             requests = [unseen[:3], ["my ? card", *unseen[3:5]], unseen[5:8]]
             first, damaged, last = await ask_together(client, "/embed", requests)
-            metrics = {(VERIFIED,): 0.0}
             # All hits are verified, except the damaged text, which hits if nothing is searched.
-            async with asyncio.timeout(60):
-                while metrics[VERIFIED,] < 8:
-                    await asyncio.sleep(0.01)
-                    metrics = samples((await client.get("/metrics")).text)
+            metrics = await until_metric(client, 8, VERIFIED)
         assert_refused(damaged, "inputs[0]")
         for answer, sent in ((first, unseen[:3]), (last, unseen[5:8])):
             assert answer.headers["X-AttnCache-Hits"] == "3/3"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from core_models import prefill, random_text
 from fake_engine import FakeEngine, serving
+from running import metrics_of
 
 from attncache_core import (
     AttentionDatabase,
@@ -63,10 +64,17 @@ def assert_scores(response, rows):
 
 
 @pytest.mark.parametrize("labels", [SINGLE, SEVERAL], ids=["one-token", "several-tokens"])
-async def test_own_labels_are_scored_by_their_tokens(folder, labels):
-    async with serving(load(folder, labels)) as client:
+async def test_own_labels_are_scored_by_their_tokens_and_sequences_are_counted(folder, labels):
+    engine = load(folder, labels)
+    async with serving(engine) as client:
         response = await client.post("/classify", json={"inputs": TEXTS})
+        metrics = await metrics_of(client)
     assert_scores(response, expected(folder, labels))
+    sequences = len(TEXTS) * len(engine.decisions.labels_in().prompt.sequence_plans)
+    assert (sequences > len(TEXTS)) == (labels is SEVERAL)
+    assert response.headers["X-AttnCache-Hits"] == f"0/{sequences}"
+    assert metrics["attncache_sequences_total", "not_searched"] == sequences
+    assert metrics["attncache_queue_sequences",] == 0
 
 
 @pytest.mark.parametrize("labels", [SINGLE, SEVERAL], ids=["one-token", "several-tokens"])
@@ -93,18 +101,6 @@ async def test_requests_of_all_kinds_share_batches_and_get_their_own_results(fol
         for left, right in zip(single, found, strict=True):
             scores = [{entry["label"]: entry["score"] for entry in row} for row in (left, right)]
             assert scores[0] == pytest.approx(scores[1], abs=1e-4)
-
-
-async def test_headers_and_metrics_count_sequences(folder):
-    engine = load(folder, SEVERAL)
-    sequences = len(TEXTS) * len(engine.decisions.labels_in().prompt.sequence_plans)
-    assert sequences > len(TEXTS)
-    async with serving(engine) as client:
-        response = await client.post("/classify", json={"inputs": TEXTS})
-        metrics = (await client.get("/metrics")).text
-    assert response.headers["X-AttnCache-Hits"] == f"0/{sequences}"
-    assert f'attncache_sequences_total{{outcome="not_searched"}} {sequences}.0' in metrics
-    assert "attncache_queue_sequences 0.0" in metrics
 
 
 async def test_bad_request_is_refused_with_what_is_wrong(folder):
@@ -179,20 +175,15 @@ async def test_logits_are_computed_beside_the_event_loop(folder, monkeypatch, pa
     assert threading.current_thread() not in threads
 
 
-async def test_server_without_labels_requires_labels(folder):
+async def test_server_without_labels_requires_labels_and_refuses_embeddings_with_a_remedy(folder):
     async with serving(load(folder)) as client:
+        embedding = await client.post("/embed", json={"inputs": "card"})
         without = await client.post("/classify", json={"inputs": "card"})
         with_them = await client.post("/classify", json={"inputs": TEXTS, "labels": SINGLE})
     assert (without.status_code, without.json()["error"]["code"]) == (400, "no_classifier")
     assert_scores(with_them, expected(folder, SINGLE))
-
-
-async def test_embeddings_are_refused_with_a_remedy(folder):
-    async with serving(load(folder, SINGLE)) as client:
-        response = await client.post("/embed", json={"inputs": "card"})
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, "no_embedding")
-    assert "without --task" in error["message"]
+    assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "no_embedding")
+    assert "without --task" in embedding.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("labels", [("refund", "parcel"), None])

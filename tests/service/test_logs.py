@@ -105,11 +105,16 @@ def test_json_lines_are_objects_with_time_level_logger_message_and_stack():
         except ValueError:
             logger.exception("loading failed")
         logging.getLogger("py.warnings").warning("deprecated")
-    said, failed, warned = lines(stream)
+        logging.getLogger("uvicorn.error").warning("careful")
+        logging.getLogger("uvicorn.error").info("a step of the start")
+    said, failed, *others = lines(stream)
     assert datetime.fromisoformat(said.pop("time")).utcoffset() is not None
     assert said == {"level": "info", "logger": "service.test", "message": "3 segments of\n\\udcff"}
     assert "ValueError: broken\nfile" in failed["exception"]
-    assert (warned["logger"], warned["level"]) == ("py.warnings", "warning")
+    assert [(line["logger"], line["level"], line["message"]) for line in others] == [
+        ("py.warnings", "warning", "deprecated"),
+        ("uvicorn.error", "warning", "careful"),
+    ]
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
@@ -149,13 +154,6 @@ def test_slow_reader_gets_every_line_of_the_access_log():
             log_access([ANSWERED] * 2000)
         reader.join(60)
     assert len([orjson.loads(line) for line in b"".join(found).splitlines()]) == 2000
-
-
-def test_messages_of_uvicorn_are_lines_of_the_same_format():
-    with logging_to_stream("info", "json") as stream:
-        logging.getLogger("uvicorn.error").warning("careful")
-        logging.getLogger("uvicorn.error").info("a step of the start")
-    assert [(line["logger"], line["message"]) for line in lines(stream)] == [("uvicorn.error", "careful")]
 
 
 def test_text_lines_end_with_the_request_id():
