@@ -84,10 +84,9 @@ def classification(
         raise InvalidInput("give --train or --classifier, not both", field="train")
     texts, labels = read_labelled(data, text_column, label_column)
     evaluation = Evaluation(Request(**options), classifier)
-    trained: list[str] = []
+    fitted_on: set[tuple[int, ...]] = set()
     if train:
-        trained, known_labels = read_labelled(train, text_column, label_column)
-        evaluation.fit(trained, known_labels)
+        fitted_on = set(map(tuple, evaluation.fit(*read_labelled(train, text_column, label_column))))
     read = multi_token_labels(evaluation.full)
     known = read.labels if read else evaluation.full.decisions.labels
     if known is None:
@@ -95,7 +94,6 @@ def classification(
             "the model has no classes: give --train, --classifier, or --labels with --task", field="train"
         )
     sequences, names = evaluation.tokenize(texts, read), label_names(labels, known)
-    fitted_on = set(map(tuple, evaluation.tokenize(trained)))
     if seen := sum(tuple(ids) in fitted_on for ids in sequences):
         click.echo(
             f"{seen} of {len(texts)} evaluated texts are among the texts of --train; leave them out for an "

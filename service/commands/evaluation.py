@@ -171,11 +171,16 @@ class Evaluation:
             return False
         return True
 
-    def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
-        """Fit a linear classifier on the full engine's embeddings, and let the engine use the classifier."""
-        outputs = full_outputs(self.full, self.tokenize(texts))
+    def fit(self, texts: Sequence[str], labels: Sequence[str]) -> Sequences:
+        """Fit a linear classifier on the full engine's embeddings, and let the engine use the classifier.
+
+        Returns the token ids of the texts.
+        """
+        sequences = self.tokenize(texts)
+        outputs = full_outputs(self.full, sequences)
         classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
         self.full = replace(self.full, classifier=classifier)
+        return sequences
 
     def run_agreement(self, name: str, sequences: Sequences) -> None:
         """Evaluate how well the methods agree with the full model."""

@@ -58,7 +58,7 @@ class Worker:
         """
         return SqliteStore(self.folder / f"{name}.sqlite", *bounds)
 
-    def stores(self) -> dict[str, int]:
+    def store_files(self) -> dict[str, int]:
         """Return the names and the inodes of the files of all stores, which stay while a worker runs."""
         with suppress(FileNotFoundError):
             files = os.scandir(self.folder)

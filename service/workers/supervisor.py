@@ -121,7 +121,7 @@ class Supervisor:
         self._settings, self._load, self._listeners, self._folder = settings, load, listeners, folder
         self._places = [_Place(Worker(number, count, folder)) for number in range(count)]
         self._all_were_ready = False
-        self._stores: dict[str, int] = {}  # inodes of the files that the workers share, by name
+        self._store_files: dict[str, int] = {}  # inodes of the files that the workers share, by name
         self._signals = list(early_hangups)  # that have arrived
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
         self._drain_at = 0.0  # by time.monotonic: until then, workers that are to end serve on
@@ -272,14 +272,14 @@ class Supervisor:
 
     def _note_removed(self) -> None:
         """End all workers if somebody has removed what they share."""
-        found = self._places[0].worker.stores()
-        if self._kill_at is None and not self._stores.items() <= found.items():
+        found = self._places[0].worker.store_files()
+        if self._kill_at is None and not self._store_files.items() <= found.items():
             self._fail(
                 f"the files that the workers share in {self._folder} were removed; set TMPDIR to a folder "
                 "that nobody cleans",
                 self._settings.drain_delay_seconds,
             )
-        self._stores |= found
+        self._store_files |= found
 
     def _fail(self, why: str, delay: float = 0.0) -> None:
         self._failure = RuntimeError(why)

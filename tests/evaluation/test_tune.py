@@ -204,7 +204,7 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
     )
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
     # Databases that are trained so little serve nothing.
-    monkeypatch.setattr(MeasuredWay, "does_something", True)
+    monkeypatch.setattr(MeasuredWay, "can_pay", True)
     changed = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
     _, report = tuned(changed)
     assert [measured.way.name for measured in report.measured][2:] == ["maps", "int8-weight-only + maps"]

@@ -55,7 +55,7 @@ class MeasuredWay:
     hit_rate: float  # share of sequences that took maps from a record
 
     @property
-    def does_something(self) -> bool:
+    def can_pay(self) -> bool:
         """Whether the way can save time: maps that no text takes only add a search."""
         return not self.way.maps or self.hit_rate > 0
 

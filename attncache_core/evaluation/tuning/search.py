@@ -73,7 +73,7 @@ class Search:
         measured = self._measure(way)
         if measured is None or not measured.quality.keeps(self._budget):
             return False
-        if measured.speed >= 1 + self._min_gain and measured.does_something:
+        if measured.speed >= 1 + self._min_gain and measured.can_pay:
             (kind,) = way.parts
             self._parts[kind].append(measured)
         return True
@@ -87,7 +87,7 @@ def choose(measured: Sequence[MeasuredWay], budget: Budget, min_gain: float) -> 
     is chosen: so quality is not spent on a gain that may be noise, and the exact model is chosen if nothing
     pays.
     """
-    inside = [way for way in measured if way.quality.keeps(budget) and way.does_something]
+    inside = [way for way in measured if way.quality.keeps(budget) and way.can_pay]
     inside = [way for way in inside if way.speed_alone >= 1 - min_gain] or inside
     if not inside:
         return None
