@@ -6,6 +6,7 @@ from scipy import stats
 
 from attncache_core import Budget, InvalidInput, Measure
 from attncache_core.calibration.quality import Quality, texts_needed
+from attncache_core.calibration.thresholds import upper_bounds
 
 COSINE = Budget(Measure.COSINE, 0.98, 0.95)
 
@@ -14,14 +15,12 @@ def random_cosines(count: int) -> np.ndarray:
     return 1 - np.random.default_rng(3).exponential(0.01, count)
 
 
-def test_bound_of_the_mean_is_students_one_sided_interval():
+def test_quality_is_the_mean_and_the_lower_bound_of_all_texts():
     cosines = random_cosines(400)
     found = Quality.of(cosines, Measure.COSINE)
     assert found.mean == pytest.approx(cosines.mean(), abs=1e-12)
-    standard_error = cosines.std(ddof=1) / np.sqrt(400)
-    assert found.lower_bound == pytest.approx(
-        cosines.mean() - stats.t.ppf(0.95, 399) * standard_error, abs=1e-9
-    )
+    assert found.lower_bound == pytest.approx(1 - upper_bounds(1 - cosines, Measure.COSINE)[-1], abs=1e-12)
+    assert found.lower_bound < found.mean
 
 
 @pytest.mark.parametrize(("count", "below"), [(299, 0), (472, 0), (473, 1), (1000, 4)])

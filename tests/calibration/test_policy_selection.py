@@ -83,13 +83,32 @@ def test_level_stands_at_the_middle_of_its_probes():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=80))
-def test_bound_of_a_mean_cosine_is_students_t(losses):
+def test_bound_of_a_mean_cosine_solves_halls_equation_and_is_never_below_students_t(losses):
     bounds = upper_bounds(np.array(losses), COSINE)
     assert (bounds[: MIN_PROBES - 1] == math.inf).all()
     for count, bound in enumerate(bounds[MIN_PROBES - 1 :], MIN_PROBES):
         first = np.array(losses[:count])
-        half = stats.t.ppf(CONFIDENCE, count - 1) * first.std(ddof=1) / count**0.5
-        assert bound == pytest.approx(first.mean() + half, abs=1e-6)
+        quantile = stats.t.ppf(CONFIDENCE, count - 1) / count**0.5
+        spread = first.std(ddof=1)
+        if spread < 1e-6:
+            assert bound == pytest.approx(first.mean(), abs=1e-4)
+            continue
+        skewness = max(float(stats.skew(first)), 0.0)
+        studentized = (first.mean() - bound) / spread
+        transformed = studentized + skewness * studentized**2 / 3 + skewness**2 * studentized**3 / 27
+        assert transformed + skewness / (6 * count) == pytest.approx(-quantile, abs=1e-5)
+        assert bound >= first.mean() + quantile * spread - 1e-6
+
+
+@pytest.mark.parametrize(
+    "losses", [stats.expon(), stats.lognorm(0.8), stats.beta(0.5, 20)], ids=lambda law: law.dist.name
+)
+def test_bound_of_a_mean_cosine_is_missed_by_about_5_of_100_skewed_samples(losses):
+    samples = losses.rvs((4000, 100), random_state=7)
+    missed = np.mean([upper_bounds(sample, COSINE)[-1] < losses.mean() for sample in samples])
+    quantile = stats.t.ppf(CONFIDENCE, 99) / 10
+    missed_by_students_t = np.mean(samples.mean(1) + quantile * samples.std(1, ddof=1) < losses.mean())
+    assert missed < 0.07 < missed_by_students_t
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=80))
