@@ -12,9 +12,10 @@ import errno
 import io
 import os
 import re
+import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 RANGE_BYTES = 16 * 2**20
 # A store that sends nothing for so long is stuck. A slow line may take longer for a range.
 _READ_SECONDS, _REQUEST_SECONDS = 60, 3600
+_UNFINISHED_SECONDS = 3600
 _RETRIES = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 # In the text of a foreign error -> what is shown of it.
 _REASONS = (
@@ -49,6 +51,7 @@ _REASONS = (
     (r"No space left", "there is no space left"),
     (r"status[\w ]*[:( ]+(\d{3})", r"the store answers with status \1"),
     (r"rror sending request", "the store cannot be reached"),
+    (r"decoding response body|ncomplete|nd of file", "the connection is cut"),
 )
 
 _CHANGED = "it was changed by somebody else"
@@ -108,7 +111,7 @@ class ObjectFolder:
         mode: of a folder that is made. Raises InvalidInput if obstore is missing or the URL is not accepted.
         """
         self._obstore = _obstore(field)
-        parts = _split(url if is_url(url) else Path(url).absolute().as_uri())
+        parts = _split(url if is_url(url) else Path(url).resolve().as_uri())
         if parts.scheme not in SCHEMES:
             accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise InvalidInput(f"{field}: {without_secrets(url)} must begin with {accepted}", field=field)
@@ -169,14 +172,13 @@ class ObjectFolder:
 
     def read_range(self, name: str, start: int, length: int, etag: str | None = None) -> bytes:
         """Return bytes of an object, at least one. Raises Changed if it has another ETag, and OSError."""
-        # A weak ETag matches no condition (RFC 9110), so it is compared here.
-        is_weak = etag is not None and etag.startswith("W/")
+        # A weak ETag matches no condition (RFC 9110), and some servers ignore conditions.
         with self._translated(name):
             options: dict[str, Any] = {"range": (start, start + length)}
-            if etag is not None and not is_weak:
+            if etag is not None and not etag.startswith("W/"):
                 options["if_match"] = etag
             got = self._obstore.get(self._store, name, options=options)
-            if is_weak and got.meta["e_tag"] != etag:
+            if etag is not None and got.meta["e_tag"] != etag:
                 raise Changed(errno.ESTALE, _CHANGED, self.url_of(name))
             content = bytes(got.bytes())
             if not content:
@@ -232,9 +234,14 @@ class ObjectFolder:
                 return
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left of local files that they wrote."""
+        """Remove what killed processes have left of local files that they wrote.
+
+        A file that was written to within the last hour stays, because its process may be at work.
+        """
         for path in left_unfinished(self._folder) if self._folder else ():
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _UNFINISHED_SECONDS:
+                    path.unlink()
 
     def open(self, name: str, about: StoredObject) -> io.BufferedReader:
         """Open an object for reading anywhere. Reading raises Changed if it is another one, and OSError."""

@@ -389,12 +389,15 @@ def _default_texts() -> tuple[str, ...]:
 def _digest_of(path: Path) -> bytes:
     """Return the SHA-256 of a file, which is read once per process, and again if it changes."""
     state = path.stat()
-    return _file_digest(path, state.st_size, state.st_mtime_ns)
+    return _file_digest(path, (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
 
 
 @cache
-def _file_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
-    """Return the SHA-256 of a file. A new size (bytes) or modification time (ns) invalidates the cache."""
+def _file_digest(path: Path, state: tuple[int, ...]) -> bytes:  # noqa: ARG001
+    """Return the SHA-256 of a file. state: what changes with the file, and invalidates the cache.
+
+    A copy can keep the modification time, but not the time of the last change of the inode.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 

@@ -70,6 +70,23 @@ def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterat
             yield ParquetRows(file, path, column)
 
 
+def _state(file: Any) -> tuple[int, int] | None:
+    """Return what changes when an open file is written to; None for a pipe, and for an object of a store."""
+    try:
+        found = os.fstat(file.fileno())
+    except io.UnsupportedOperation:
+        return None
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+
+def _require_unchanged(file: Any, path: Path | str, opened: tuple[int, int] | None) -> None:
+    """Raise InvalidInput if a file was written to since its state was `opened`."""
+    if _state(file) != opened:
+        raise InvalidInput(
+            f"{path} was changed while it was read; run again when nothing writes to it", field="input"
+        )
+
+
 class _LineRows:
     """The rows of a file of lines."""
 
@@ -77,7 +94,7 @@ class _LineRows:
         self._file, self._path, self._column, self._format = file, path, column, file_format
         self._binary: Any = file.buffer  # which is ahead of the text by a buffer
         self._bytes = max(1, path.stat().st_size)
-        self._opened = self._state()
+        self._opened = _state(file)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         rows = parse_rows(self._file, str(self._path), (self._column,), self._format, refuse_blank=True)
@@ -86,17 +103,8 @@ class _LineRows:
         for number, (text,) in rows:
             yield from last
             last = [(number, text)]
-        if self._state() != self._opened:
-            raise InvalidInput(
-                f"{self._path} was changed while it was read; run again when nothing writes to it",
-                field="input",
-            )
+        _require_unchanged(self._file, self._path, self._opened)
         yield from last
-
-    def _state(self) -> tuple[int, int] | None:
-        """Return what changes when the file is written to; None for a pipe."""
-        found = os.fstat(self._file.fileno())
-        return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
     def place(self, number: int) -> str:
         return f"{self._path}, line {number}"
@@ -125,6 +133,7 @@ class ParquetRows:
         """
         self._path, self._column, self._read = path, column, 0
         self._groups, self._first, self._rows = None if group is None else [group], first, rows
+        self._source, self._opened = file, _state(file)
         parquet = pyarrow_parquet()
         try:
             # A buffer, because without one pyarrow reads the column of a whole row group at once.
@@ -153,6 +162,7 @@ class ParquetRows:
             for batch in self._file.iter_batches(
                 _ROWS_AT_ONCE, row_groups=self._groups, columns=[self._column]
             ):
+                _require_unchanged(self._source, self._path, self._opened)
                 skipped = min(len(batch), max(0, self._first - self._read))
                 self._read += skipped
                 for value in batch.column(0).slice(skipped):

@@ -276,7 +276,7 @@ def _run_shards(
     options: dict[str, Any],
 ) -> None:
     """Compute shards in this process or on a Ray cluster. Ends the process if any failed."""
-    output = files.output if is_url(files.output) else Path(files.output).absolute().as_uri()
+    output = files.output if is_url(files.output) else Path(files.output).resolve().as_uri()
     work = Work(load, files.column, batch_tokens, output, {"command": stage, **options})
     # Before the workers, which make the folder of the output.
     planned = plan(files.inputs, files.column, output)

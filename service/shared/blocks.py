@@ -70,10 +70,6 @@ class SharedBlocks:
 
         return self._reading.ask(question)
 
-    def rest(self, reason: str) -> None:
-        """See BlockValues."""
-        self._circuit.failed(reason)
-
     def close(self) -> None:
         """See BlockValues."""
         self._looking.close()

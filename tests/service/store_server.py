@@ -19,8 +19,9 @@ class Store:
     def __init__(self):
         self.objects, self.uploads, self.lock = {}, {}, threading.Lock()
         self.requests, self.authorizations = [], []  # (method, path with query), and a header
-        self.has_etags = self.has_ranges = True
+        self.has_etags = self.has_ranges = self.has_conditions = True
         self.is_empty = False  # whether ranges have no bytes
+        self.is_cut = False  # whether the connection ends in the middle of an answer
         self.weak = ""  # "W/" for weak ETags, which match no condition
         self.pause = 0.0  # seconds before each kilobyte of an answer
         self.fail = lambda *_: None  # takes method and path; returns a status to answer instead
@@ -61,7 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         content = store.objects.get(path)
         if content is None:
             return self.answer(404)
-        if "If-Match" in self.headers and (store.weak or self.headers["If-Match"] != etag(content)):
+        condition = self.headers.get("If-Match") if store.has_conditions else None
+        if condition and (store.weak or condition != etag(content)):
             return self.answer(412)
         headers = {"Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
         if store.has_etags:
@@ -129,6 +131,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        if self.server.store.is_cut:
+            content, self.close_connection = content[: len(content) // 2], True
         for first in range(0, len(content) if self.command != "HEAD" else 0, 1024):
             time.sleep(self.server.store.pause)
             self.wfile.write(content[first : first + 1024])

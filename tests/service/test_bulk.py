@@ -21,7 +21,7 @@ from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_cl
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.runner import Runner
 from attncache_core.errors import InvalidInput
-from service.bulk import chunks, formats, spool
+from service.bulk import chunks, formats, rows, spool
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, embedding
 from service.bulk.formats import Classes, write_output
@@ -726,6 +726,18 @@ def test_file_that_grows_while_it_is_read_is_refused(tmp_path):
         with source.open("a", encoding="utf-8") as written:
             written.write("what is the ra")
         with pytest.raises(InvalidInput, match=r"texts\.txt was changed while it was read"):
+            list(texts)
+
+
+def test_parquet_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_ROWS_AT_ONCE", 2)
+    source = write_texts(tmp_path / "texts.parquet", ["my card is lost"] * 8)
+    other = write_texts(tmp_path / "other.parquet", ["where is my pin"] * 8)
+    with open_rows(source, "body") as opened:
+        texts = iter(opened)
+        next(texts)
+        source.write_bytes(other.read_bytes())
+        with pytest.raises(InvalidInput, match=r"texts\.parquet was changed while it was read"):
             list(texts)
 
 

@@ -1,6 +1,8 @@
 """Objects below a URL: what a slow, broken or unusual store sends, and what errors say about a wrong URL."""
 
+import os
 import sys
+import time
 from base64 import b64encode
 
 import pytest
@@ -92,11 +94,23 @@ def test_slow_line_gets_every_byte_and_a_store_that_stops_ends_the_request(monke
             folder.read_range("a", 0, len(content))
 
 
-def test_store_that_sends_nothing_or_knows_no_ranges_is_named():
+def test_files_that_may_still_be_written_to_are_not_removed_as_unfinished(tmp_path):
+    of_another, of_a_killed_one = (tmp_path / f".manifest.json.{name}.unfinished" for name in "ab")
+    for path in (of_another, of_a_killed_one):
+        path.touch()
+    os.utime(of_a_killed_one, (0, time.time() - 3700))
+    ObjectFolder(str(tmp_path), "output").remove_unfinished()
+    assert list(tmp_path.iterdir()) == [of_another]
+
+
+def test_store_that_cuts_connections_sends_nothing_or_knows_no_ranges_is_named():
     with object_store() as store:
         store.objects["/bucket/db/a"] = b"0123456789"
         folder = ObjectFolder(store.http % "db", "database")
-        store.has_ranges = False
+        store.is_cut = True
+        with pytest.raises(OSError, match="the connection is cut"):
+            folder.read_range("a", 0, 4)
+        store.is_cut = store.has_ranges = False
         with pytest.raises(OSError, match="the store answers no requests for ranges of an object"):
             folder.read_range("a", 0, 4)
         store.has_ranges = store.is_empty = True
@@ -104,12 +118,14 @@ def test_store_that_sends_nothing_or_knows_no_ranges_is_named():
             folder.read_range("a", 0, 4)
 
 
-def test_weak_etag_is_compared_though_it_matches_no_condition():
+@pytest.mark.parametrize("weak", ["W/", ""])
+def test_etag_is_compared_also_if_it_is_weak_or_the_server_ignores_conditions(weak):
     with object_store() as store:
-        store.weak, store.objects["/bucket/db/a"] = "W/", b"0123456789"
+        store.weak, store.has_conditions = weak, bool(weak)
+        store.objects["/bucket/db/a"] = b"0123456789"
         folder = ObjectFolder(store.http % "db", "database")
         about = folder.about("a")
-        assert about.etag.startswith("W/")
+        assert about.etag.startswith(weak)
         assert folder.open("a", about).read() == b"0123456789"
         store.objects["/bucket/db/a"] = b"9876543210"
         with pytest.raises(Changed):

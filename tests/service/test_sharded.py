@@ -82,7 +82,9 @@ def test_shards_are_every_row_once_in_any_part_and_any_store(
     np.testing.assert_allclose(rows_of(output), tiny_engine.embed(list(chain(*texts))), atol=1e-5)
     assert "0 shards computed (0 rows), 15 were there" in succeeded(embed(tiny_checkpoint, folder, output))
     parts.mkdir()
-    (parts / f".{'0' * 32}.parquet.{'0' * 16}.unfinished").write_bytes(b"left by a process that was killed")
+    unfinished = parts / f".{'0' * 32}.parquet.{'0' * 16}.unfinished"
+    unfinished.write_bytes(b"left by a process that was killed")
+    os.utime(unfinished, (0, time.time() - 3700))
     ends = [succeeded(embed(tiny_checkpoint, folder, parts, "--shard", f"{part}/3")) for part in (3, 1, 2)]
     assert ["not complete" in end for end in ends] == [True, True, False]
     assert bytes_of(parts) == bytes_of(output)
@@ -123,11 +125,19 @@ def test_output_that_is_not_whole_or_of_another_shard_is_computed_again(tiny_che
     assert bytes_of(output) == {**expected, unnamed.name: kept}
 
 
-def test_output_below_an_input_is_no_input(tiny_checkpoint, folder, tmp_path):
+def test_output_below_an_input_is_no_input_however_both_are_spelt(tiny_checkpoint, folder, tmp_path):
     inputs = tmp_path / "copy"
     shutil.copytree(folder, inputs)
-    for end in ("15 shards computed (90 rows), 0 were there", "0 shards computed (0 rows), 15 were there"):
-        assert end in succeeded(embed(tiny_checkpoint, inputs, inputs / "out"))
+    link = tmp_path / "link"
+    link.symlink_to(inputs)
+    again = "0 shards computed (0 rows), 15 were there"
+    for given, end in (
+        (inputs, "15 shards computed (90 rows), 0 were there"),
+        (inputs, again),
+        (f"{tmp_path}/link/../copy", again),
+        (link, again),
+    ):
+        assert end in succeeded(embed(tiny_checkpoint, given, inputs / "out"))
         (inputs / "out" / "manifest.json").unlink()  # as if the run had been killed before its end
 
 

@@ -28,7 +28,7 @@ _MAX_READ_SECONDS = 5.0
 class BlockValues(Protocol):
     """Values by name that several machines share. Thread safe.
 
-    All methods except `rest` and `close` raise OSError if the values cannot be had in time.
+    All methods except `close` raise OSError if the values cannot be had in time.
     """
 
     def heads(self, names: Sequence[str], size: int) -> list[bytes]:
@@ -51,9 +51,6 @@ class BlockValues(Protocol):
 
     def clear(self) -> None:
         """Remove all values."""
-
-    def rest(self, reason: str) -> None:
-        """Let nobody ask for some seconds."""
 
     def close(self) -> None:
         """End all connections."""

@@ -37,6 +37,8 @@ _MIN_MEASURED, _MAX_MEASURED = 4, 32
 _SECONDS_BETWEEN_LOOKS = 0.1
 # After this time, other machines do not find the blocks with which a process measured that was killed.
 _MEASURED_SECONDS = 60.0
+# After blocks of other machines took longer to load than to compute, nobody asks for others for so long.
+_REST_SECONDS = 5.0
 
 # A saved block, of either tier.
 SavedBlock = OpenBlock | RemoteBlock
@@ -123,6 +125,7 @@ class Transfers:
         # Bytes of blocks in memory per second, from each tier; 0: not measured.
         self.load_speed = self.remote_speed = 0.0
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
+        self._remote_rests_until = 0.0
         # Of loaded blocks of other machines, until they say how fast such blocks load.
         self._learned_bytes, self._learned_seconds = 0, 0.0
         self._buffer = write_buffer_blocks
@@ -147,8 +150,10 @@ class Transfers:
         return self.disk is not None and self._is_faster(token_bytes, self.load_speed)
 
     def remote_pays(self, token_bytes: int | None) -> bool:
-        """Return the same for blocks that other machines have saved."""
-        return self.remote is not None and self._is_faster(token_bytes, self.remote_speed)
+        """Return the same for blocks that other machines have saved. See `_REST_SECONDS`."""
+        if self.remote is None or time.monotonic() < self._remote_rests_until:
+            return False
+        return self._is_faster(token_bytes, self.remote_speed)
 
     def _is_faster(self, token_bytes: int | None, speed: float) -> bool:
         if token_bytes is None or not (speed and self.prefill_speed):
@@ -256,8 +261,8 @@ class Transfers:
         self.counts.loaded_blocks += len(loading.blocks)
         # The most tokens of the blocks that other machines have saved.
         tokens = BLOCK_TOKENS * sum(block.is_read_whole for block, _ in loading.blocks)
-        if self.remote is not None and 0 < tokens < seconds * self.prefill_speed:
-            self.remote.values.rest("to load blocks takes longer than to compute them")
+        if 0 < tokens < seconds * self.prefill_speed:
+            self._remote_rests_until = time.monotonic() + _REST_SECONDS
         if not self.remote_speed:
             self._learn(loading, seconds)
 

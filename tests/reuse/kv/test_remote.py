@@ -5,6 +5,7 @@ import threading
 import pytest
 from kv_models import assert_same, plain, prefix_key, random_ids, run, settled, store_of
 
+from attncache_core.reuse.kv import transfer
 from attncache_core.reuse.kv.block_file import BlockFormat
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.info import key_value_info
@@ -20,7 +21,6 @@ class Values:
         self.known = {}
         self.fails = set()
         self.asked = []
-        self.rests = 0
 
     def _ask(self, what):
         self.asked.append(what)
@@ -48,9 +48,6 @@ class Values:
 
     def clear(self):
         self.known.clear()
-
-    def rest(self, reason):  # noqa: ARG002
-        self.rests += 1
 
     def close(self):
         self.asked.append("close")
@@ -169,7 +166,9 @@ def test_a_value_that_is_read_for_too_long_is_given_up(model, open_store, monkey
     settled(store)
 
 
-def test_nothing_is_asked_where_computing_is_faster_and_a_slow_store_may_rest(model, open_store):
+def test_nothing_is_asked_where_computing_is_faster_and_while_a_slow_store_rests(
+    model, open_store, monkeypatch
+):
     values, ids = Values(), random_ids(64)
     settled_first = open_store(values)
     run(model, settled_first, [ids])
@@ -180,10 +179,16 @@ def test_nothing_is_asked_where_computing_is_faster_and_a_slow_store_may_rest(mo
     assert run(model, store, [ids]).report.tokens == 64
     assert "heads" not in values.asked
     store.transfers.flush()
-    store = open_store(values)
-    store.transfers.prefill_speed = 1e12  # and the speed of the store is not known
-    assert run(model, store, [ids]).report.tokens == 0
-    assert values.rests == 1
+    for seconds in (60.0, 0.0):
+        monkeypatch.setattr(transfer, "_REST_SECONDS", seconds)
+        store = open_store(values)
+        store.transfers.prefill_speed = 1e12  # and the speed of the store is not known
+        assert run(model, store, [ids]).report.tokens == 0
+        store.transfers.flush()  # the speed is learned after the answer
+        store.transfers.remote_speed = 0.0
+        values.asked.clear()
+        run(model, store, [random_ids(64, seed=1)])
+        assert ("heads" in values.asked) == (seconds == 0)
 
 
 def test_the_answer_leaves_before_the_block_is_saved_and_the_end_closes_the_connections(model, open_store):
