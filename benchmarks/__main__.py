@@ -53,9 +53,23 @@ class Module(click.Command):
         self.main_of()
 
 
+class _Missing(Module):
+    """A command whose packages are not installed."""
+
+    def __init__(self, name: str, package: str) -> None:
+        click.Command.__init__(self, name, help=f"Needs {package}: pip install -e '.[bench,cluster]'.")
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Refuse to run."""
+        raise click.UsageError(f"{ctx.info_name}: {self.help}")
+
+
 class _Commands(LazyCommands):
     def __getitem__(self, name: str) -> click.Command:
-        found: Any = super().__getitem__(name)
+        try:
+            found: Any = super().__getitem__(name)
+        except ModuleNotFoundError as error:
+            return _Missing(name, str(error.name))
         return found if isinstance(found, click.Command) else Module(name, found)
 
 

@@ -47,8 +47,10 @@ _SENTENCES = {
 # Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.
 _NAMEABLE_ERRORS = 100
 
-# What the parser says of JSON that is valid by its grammar, and what is wrong with it.
-_LIMITS_OF_JSON = {
+# What the parser says of frequent mistakes, and of JSON that is valid by its grammar -> what is wrong.
+_FAULTS_OF_JSON = {
+    "control character": "a line break or another control character stands in a string; write it as \\n",
+    "EOF": "the body ends too early",
     "hex escape": "an escaped surrogate stands alone",
     "recursion limit": "values are nested too deeply",
 }
@@ -287,9 +289,12 @@ def _where(error: ErrorDetails) -> str:
     place = re.search(r"line (\d+) column (\d+)$", message)
     if place is None:
         return ""
-    reason = next((known for known in _LIMITS_OF_JSON if known in message), None)
-    why = f": {_LIMITS_OF_JSON[reason]}" if reason else ""
-    return f"; it is not valid at line {place[1]}, column {place[2]}{why}"
+    reason = next((known for known in _FAULTS_OF_JSON if known in message), None)
+    why = f": {_FAULTS_OF_JSON[reason]}" if reason else ""
+    line, column = int(place[1]), int(place[2])
+    # A line break in a string is, for the parser, where the next line begins.
+    where = f"line {line}, column {column}" if column else f"the end of line {line - 1}"
+    return f"; it is not valid at {where}{why}"
 
 
 def _translated(error: ValidationError, schema: type[BaseModel], content: bytes) -> InvalidInput:

@@ -249,7 +249,8 @@ class ServiceState:
                 # Computed in this thread, because the fingerprint reads all weight files.
                 fingerprint = loaded.fingerprint[:12]
                 seconds = time.perf_counter() - started
-                logger.info("loaded model %s, %.1f s after the start", fingerprint, seconds)
+                database = " with a database" if loaded.map_reuse else ""
+                logger.info("loaded model %s%s, %.1f s after the start", fingerprint, database, seconds)
                 self._call_on(loop, self._loaded, loaded, verifier)
         except BaseException as error:
             if not isinstance(error, AttnCacheError):

@@ -16,12 +16,14 @@ from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models import PackedModel
+from attncache_core.reuse.blend.gate import PromptShapes
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.store import KeyValueStore
 
 MEMORY = 2**24
+ANY_SHAPE = PromptShapes((0, 10**9), (0, 10**9), (0.0, 1e9), (0, 10**9), (0, 10**9))
 
 
 def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:

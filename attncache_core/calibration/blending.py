@@ -32,7 +32,7 @@ from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import headings as listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
-from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, checksum_of
+from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, PromptShapes, checksum_of
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.text.segments import Segmented, segmented
 
@@ -157,6 +157,12 @@ def calibrate_blending(
     segments, or for too few prompts.
     """
     engine.blending.require(listwise)
+    if len(engine.model.layers) <= _CHECK_LAYER:
+        raise InvalidInput(
+            f"chunks of a model with {len(engine.model.layers)} layer cannot be blended, because layer "
+            f"{_CHECK_LAYER} chooses what is computed again",
+            field="segments",
+        )
     sequences = {_name(sequence): sequence for sequence in _sequences(engine, prompts, separator, listwise)}
     if len(sequences) < (needed := texts_needed(budget)):
         lower = "--min-agreement" if budget.measure is Measure.AGREEMENT else "--min-text-cosine"
@@ -173,18 +179,15 @@ def calibrate_blending(
         found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
         on_prompt(len(found), len(sequences))
     loaded = measuring.under_load(list(sequences.values()))
-    counts = [len(sequence.spans) for sequence in sequences.values()]
-    tokens = [end - first for sequence in sequences.values() for first, end in sequence.spans]
     gate = BlendGate(
         engine.fingerprint,
         budget,
         separator,
         len(sequences),
         tuple(_of_ratio(ratio, found, budget, loaded[ratio]) for ratio in sorted(ratios)),
+        PromptShapes.of((sequence.spans, len(sequence.ids)) for sequence in sequences.values()),
         _CHECK_LAYER,
         listwise,
-        (min(counts), max(counts)),
-        (min(tokens), max(tokens)),
     )
     measurements.close()
     return gate

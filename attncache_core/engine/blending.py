@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attncache_core.errors import InvalidInput
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
-from attncache_core.reuse.blend.gate import BlendGate, read_gate, tighten
+from attncache_core.reuse.blend.gate import BlendGate, PromptShapes, read_gate, tighten
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.segments import Segmented
@@ -33,9 +33,7 @@ class BlendInfo:
     least: float  # mean of the measure that answers must keep
     steps: int  # how often verification has tightened the gate
     separator: str
-    # Of the prompts that are blended: the fewest and the most chunks, and tokens of a chunk; None: any.
-    chunks: tuple[int, int] | None
-    chunk_tokens: tuple[int, int] | None
+    shapes: PromptShapes  # of the prompts that are blended
     listwise: bool  # whether the gate is for listwise reranking, and not for other prompts
 
 
@@ -109,11 +107,12 @@ class Blending:
         """Return how a sequence is blended; None if it is computed exactly.
 
         ids: of the sequence with its plan's continuation. salt: chunks of one salt share keys and values.
-        Fewer than two chunks are a prefix, which is exact. The gate covers chunks as they were measured.
+        Fewer than two chunks are a prefix, which is exact. Prompts of other shapes than the gate's are exact.
         """
-        gate = self.gate
-        again = gate.recomputation if gate and gate.covers(sequence.spans) else None
-        if again is None or len(sequence.spans) < 2:
+        if self.gate is None or len(sequence.spans) < 2:
+            return None
+        again = self.gate.recomputation
+        if again is None or not self.gate.shapes.cover(sequence.spans, len(sequence.ids)):
             return None
         return self.blend_with(sequence, ids, salt, again)
 
@@ -137,7 +136,6 @@ class Blending:
             gate.budget.least,
             gate.steps,
             gate.separator,
-            gate.chunks,
-            gate.chunk_tokens,
+            gate.shapes,
             gate.listwise,
         )

@@ -49,8 +49,8 @@ def explain_blend(
         )
     blending, plan = engine.blending, prompt.sequence_plans[0]
     gate = blending.gate
-    is_covered = gate is not None and engine.may_blend(prompt) and gate.covers(sequence.spans)
-    served = gate.recomputation if gate and is_covered else None
+    is_covered = gate is not None and gate.shapes.cover(sequence.spans, len(sequence.ids))
+    served = gate.recomputation if gate and is_covered and engine.may_blend(prompt) else None
     again = served or Recomputation(USUAL_RATIO)
     ids = [*sequence.ids, *plan.continuation]
 

@@ -106,8 +106,9 @@ class LinearClassifier:
         write_whole(folder / "classifier.json", (text + "\n").encode())
 
     @classmethod
-    def load(cls, folder: Path) -> LinearClassifier:
+    def load(cls, folder: Path | str) -> LinearClassifier:
         """Load the classifier in `folder`. Raises DatabaseRefused if it is missing or unreadable."""
+        folder = Path(folder)
         try:
             description = json.loads((folder / "classifier.json").read_text(encoding="utf-8-sig"))
             content = (folder / "classifier.safetensors").read_bytes()

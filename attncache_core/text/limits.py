@@ -7,7 +7,7 @@ be cut is refused if it has too many characters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
@@ -122,9 +122,15 @@ def require_few_label_tokens(tokens: int) -> None:
 
 
 def list_of(texts: Iterable[_T], field: str = "texts") -> list[_T]:
-    """Return texts as a list. Raises InvalidInput for a string, each of whose characters would be a text."""
+    """Return texts as a list.
+
+    Raises InvalidInput for a string, each of whose characters would be a text, and for a mapping or a table,
+    each of whose names would be one.
+    """
     if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
         raise InvalidInput(f"{field} must be a list of texts; for one text, give [text]", field=field)
+    if isinstance(texts, Mapping) or hasattr(texts, "columns"):
+        raise InvalidInput(f"{field} must be a list of texts; of a table, give one column", field=field)
     return list(texts)
 
 

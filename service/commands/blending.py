@@ -83,11 +83,7 @@ def _is_gate(path: Path) -> bool:
 
 def _show(gate: BlendGate, output: Path) -> None:
     budget, measure = gate.budget, gate.budget.measure.value
-    title = f"{gate.prompts} prompts"
-    if gate.chunks and gate.chunk_tokens:
-        (fewest, most), (shortest, longest) = gate.chunks, gate.chunk_tokens
-        title += f" of {fewest} to {most} chunks of {shortest} to {longest} tokens"
-    title += f", budget: mean {measure} {budget.least}"
+    title = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
     columns = [
         "ratio",
         f"mean {measure}",
@@ -113,6 +109,12 @@ def _show(gate: BlendGate, output: Path) -> None:
         for measured, row in zip(gate.measured, rows, strict=True):
             row.insert(3, "-" if measured.floor is None else f"{measured.floor:.4f}")
     show_table(title, columns, rows)
+    shapes = gate.shapes
+    click.echo(
+        f"measured: {_range(shapes.chunks)} chunks, each of {_range(shapes.chunk_tokens)} tokens, on average "
+        f"of {_range(shapes.mean_chunk_tokens)} and together of {_range(shapes.all_chunk_tokens)}, with "
+        f"{_range(shapes.query_tokens)} tokens behind them; prompts of other shapes are computed exactly"
+    )
     if gate.ratio is None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
     else:
@@ -120,3 +122,7 @@ def _show(gate: BlendGate, output: Path) -> None:
             f"{output}: {gate.ratio:.0%} of the reused tokens will be computed again; serve with --blend "
             f"{output}"
         )
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return " to ".join(dict.fromkeys(f"{end:.0f}" for end in ends))

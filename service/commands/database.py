@@ -59,7 +59,7 @@ def show_database(database: AttentionDatabase) -> None:
     """Print a database's manifest for people: model, records by length, mask, thresholds, quality."""
     manifest, console = database.manifest, Console(highlight=False, markup=False)
     console.print(str(database.folder), style="bold")
-    console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
+    console.print(f"model        {manifest.model} (weights and tokenizer {manifest.fingerprint[:12]})")
     variant = manifest.build.get("variant")
     if variant:
         changes = ", ".join(f"{name.replace('_', ' ')} {change}" for name, change in variant.items())

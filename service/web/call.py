@@ -132,8 +132,8 @@ class Call:
         InvalidInput if the required fingerprint is malformed.
         """
         serving = self.state.serving()
-        self._require_timeout()
         self.answered_by = fingerprint = serving.engine.fingerprint
+        self._require_timeout()
         header = self.header(REQUIRE_MODEL_HEADER)
         if header is None:
             return serving

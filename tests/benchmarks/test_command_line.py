@@ -30,5 +30,12 @@ def test_module_reads_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+def test_measurement_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.first_starts", raising=False)
+    assert "Needs httpx" in succeeded(run("--help", program=main))
+    assert_one_line(run("first-starts", program=main), "first-starts: Needs httpx: pip install")
+
+
 def test_former_command_names_the_new_one_in_one_line() -> None:
     assert_one_line(run("bench", "engine", "--rounds", "1"), "python -m benchmarks NAME")

@@ -7,12 +7,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import accumulate
 from string import ascii_uppercase
 
 import numpy as np
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import random_text
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_models import ANY_SHAPE
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine
 from attncache_core.calibration import blending
@@ -21,7 +25,14 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, tighten, write_gate
+from attncache_core.reuse.blend.gate import (
+    BlendGate,
+    MeasuredRatio,
+    PromptShapes,
+    read_gate,
+    tighten,
+    write_gate,
+)
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.text.segments import Segmented
 
@@ -31,7 +42,8 @@ NO_BUDGET = Budget(Measure.COSINE, 0.0)
 def gate(*measured: tuple[float, bool, float], **more) -> BlendGate:
     """A gate of (ratio, whether it keeps the budget, time of the exact answer's)."""
     ratios = tuple(MeasuredRatio(ratio, 0.9, 0.9, keeps, seconds) for ratio, keeps, seconds in measured)
-    return BlendGate(more.pop("fingerprint", "f"), Budget(Measure.COSINE, 0.9), "\n", 50, ratios, **more)
+    fingerprint, shapes = more.pop("fingerprint", "f"), more.pop("shapes", ANY_SHAPE)
+    return BlendGate(fingerprint, Budget(Measure.COSINE, 0.9), "\n", 50, ratios, shapes, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,28 +93,55 @@ def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_server
 
 
 @pytest.mark.parametrize(
-    ("lengths", "is_blended"),
+    ("lengths", "behind", "is_blended"),
     [
-        ((2, 2), True),
-        ((4, 3, 2), True),
-        ((2, 2, 2, 2), False),
-        ((1, 2), False),
-        ((5, 2), False),
-        ((3,), False),
+        ((3, 3), 3, True),
+        ((4, 3, 2), 3, True),
+        ((3, 3), 2, False),
+        ((3, 3), 6, False),
+        ((3, 2, 2, 2), 3, False),
+        ((1, 5), 3, False),
+        ((6, 2, 2), 3, False),
+        ((2, 2), 3, False),  # each number of tokens was measured, but not so few together
+        ((5, 5, 4), 3, False),
+        ((3,), 3, False),
     ],
 )
-def test_only_prompts_of_the_measured_shape_are_blended(engine, tmp_path, lengths, is_blended):
-    measured = replace(gate((0.5, True, 0.6)), fingerprint=engine.fingerprint)
+def test_only_prompts_of_the_measured_shapes_are_blended(engine, tmp_path, lengths, behind, is_blended):
+    shapes = PromptShapes((2, 3), (2, 5), (2.5, 4.5), (5, 12), (3, 5))
+    measured = gate((0.5, True, 0.6), fingerprint=engine.fingerprint, shapes=shapes)
     ends = [2 + sum(lengths[: index + 1]) for index in range(len(lengths))]
     spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    sequence = Segmented([5] * (ends[-1] + 3), spans, [5])
+    sequence = Segmented([5] * (ends[-1] + behind), spans, [5])
     path = tmp_path / "blend.json"
-    write_gate(path, replace(measured, chunks=(2, 3), chunk_tokens=(2, 4)))
+    write_gate(path, measured)
     engine.open_gate(read_gate(path))
     assert (engine.blending.blend(sequence, sequence.ids, b"") is not None) == is_blended
-    assert engine.info().blending.chunks == (2, 3)
-    engine.open_gate(measured)  # of an earlier version
-    assert (engine.blending.blend(sequence, sequence.ids, b"") is not None) == (len(lengths) > 1)
+    assert engine.info().blending.shapes == shapes
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 9)), min_size=3)
+)
+def test_measured_shapes_are_those_of_all_prompts_but_outliers(prompts):
+    def spans(lengths):
+        ends = list(accumulate(lengths))
+        return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+    measured = [(spans(lengths), sum(lengths) + behind) for lengths, behind in prompts]
+    found = PromptShapes.of(measured)
+    for numbers, (least, greatest) in (
+        ([len(lengths) for lengths, _ in prompts], found.chunks),
+        ([sum(lengths) / len(lengths) for lengths, _ in prompts], found.mean_chunk_tokens),
+        ([sum(lengths) for lengths, _ in prompts], found.all_chunk_tokens),
+        ([behind for _, behind in prompts], found.query_tokens),
+    ):
+        assert {least, greatest} <= {*numbers}
+        left_out = sum(number < least for number in numbers), sum(number > greatest for number in numbers)
+        assert max(left_out) <= math.ceil(len(prompts) / 100)
+    # One prompt of its own shape opens no gate.
+    outlier = (spans([50] * 20), 1100)
+    assert not PromptShapes.of([*measured, outlier]).cover(*outlier)
 
 
 def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_path):
@@ -144,7 +183,7 @@ def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_p
         ({"checksum": 1}, "was changed since it was written"),
         ({"budget": {"least": 7}}, "budget"),
         ({"other": 1}, "other"),
-        ({"format": 2}, "format 2"),
+        ({"format": 1}, "format 1"),
     ],
 )
 def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
@@ -161,19 +200,28 @@ def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
         read_gate(path)
 
 
-def test_gate_of_an_earlier_version_without_a_checksum_is_read_behind_a_byte_order_mark(tmp_path):
+def test_gate_is_read_behind_a_byte_order_mark_and_not_without_its_checksum(tmp_path):
     path, written = tmp_path / "blend.json", gate((0.0, True, 0.2), (0.5, True, 0.6))
     write_gate(path, written)
     content = json.loads(path.read_text())
-    del content["checksum"]
     path.write_text(json.dumps(content), encoding="utf-8-sig")
     assert read_gate(path) == written
+    del content["checksum"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match="was changed since it was written"):
+        read_gate(path)
 
 
-def test_gate_that_checks_a_layer_that_the_model_lacks_is_refused(engine):
+def test_gate_that_checks_a_layer_that_the_model_lacks_is_refused(engine, prompts, tmp_path):
     absent = replace(gate((0.0, True, 0.2), check_layer=4), fingerprint=engine.fingerprint)
     with pytest.raises(InvalidInput, match=r"layer 4, and .* has 4 layers"):
         engine.open_gate(absent)
+    checkpoint = read_checkpoint(write_llama(tmp_path / "llama", num_hidden_layers=1)).adapted(
+        pooling="lasttoken"
+    )
+    one_layer = PrefillEngine.load(checkpoint, key_values=KeyValueOptions(2**24))
+    with pytest.raises(InvalidInput, match="a model with 1 layer cannot be blended"):
+        calibrate_blending(one_layer, prompts, NO_BUDGET, separator="\n")
 
 
 @pytest.fixture(scope="module")

@@ -189,6 +189,8 @@ def test_one_text_is_no_list_of_its_characters(tiny_engine, texts):
         with pytest.raises(InvalidInput, match="texts must be a list of texts; for one") as refused:
             method(texts)
         assert refused.value.field == "texts"
+        with pytest.raises(InvalidInput, match="of a table, give one column"):
+            method({"text": ["one text"]})
 
 
 def test_prompt_is_excluded_from_pooling_if_the_checkpoint_says_so(tmp_path):

@@ -49,7 +49,7 @@ def test_decisions_and_scores_are_scikit_learns(classes):
 def test_loaded_classifier_has_the_logits_and_the_description_of_the_saved_one(tmp_path, classes):
     classifier = fitted(classes)
     classifier.save(tmp_path / "deep" / "folder")
-    loaded = LinearClassifier.load(tmp_path / "deep" / "folder")
+    loaded = LinearClassifier.load(f"{tmp_path}/deep/folder")
     asked, _ = clouds(classes, seed=1)
     np.testing.assert_array_equal(loaded.logits(asked), classifier.logits(asked))
     assert (loaded.labels, loaded.fingerprint, loaded.model) == (classifier.labels, "f" * 64, "m")

@@ -211,6 +211,7 @@ async def test_wrong_timeout_is_refused_by_its_name_before_anything_is_computed(
             assert refused.status_code == 400, value
             assert "X-AttnCache-Timeout must be a number" in refused.text
             if path in ("/embed", "/classify"):
+                assert refused.headers["X-AttnCache-Model"] == engine.fingerprint
                 error = refused.json()["error"]
                 assert (error["code"], error["field"]) == ("invalid_input", "X-AttnCache-Timeout")
         metrics = (await client.get("/metrics")).text

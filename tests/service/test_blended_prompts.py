@@ -12,6 +12,7 @@ import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
+from kv_models import ANY_SHAPE
 from running import metrics_of, until_metric
 from verifying import VERIFIED, verify_all
 
@@ -56,7 +57,7 @@ def load(folder, **use):
 def gate_of(engine, *ratios, least=0.0, **more):
     measured = tuple(MeasuredRatio(ratio, 0.99, max(0.98, least), True, 0.3) for ratio in ratios)
     measure = more.pop("measure", Measure.COSINE)
-    return BlendGate(engine.fingerprint, Budget(measure, least), "\n", 200, measured, **more)
+    return BlendGate(engine.fingerprint, Budget(measure, least), "\n", 200, measured, ANY_SHAPE, **more)
 
 
 def blending(folder, *ratios, **use):

@@ -40,8 +40,8 @@ def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     assert gate.prompts == 20
     assert [measured.ratio for measured in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
     assert "under load" in shown
-    assert gate.chunks == (3, 3)
-    shape = "20 prompts of 3 to 3 chunks of {} to {} tokens, budget".format(*gate.chunk_tokens)
+    assert gate.shapes.chunks == (3, 3)
+    shape = "measured: 3 chunks, each of {} to {} tokens, on".format(*gate.shapes.chunk_tokens)
     assert shape in " ".join(shown.split())
     assert str(output) in shown
     how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}

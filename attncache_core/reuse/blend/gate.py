@@ -9,13 +9,15 @@ template and its labels.
 from __future__ import annotations
 
 import json
+import math
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
+import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attncache_core.errors import InvalidInput
@@ -23,7 +25,7 @@ from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.files import locked_within, write_whole
 
-FORMAT = 1
+FORMAT = 2
 # A ratio pays if a blended answer takes at most this share of the time of an exact one, alone and under load.
 MAX_SECONDS = 0.95
 
@@ -51,6 +53,59 @@ class MeasuredRatio:
 
 
 @dataclass(frozen=True)
+class PromptShapes:
+    """The shapes of the prompts that were measured: the least and the greatest of each number of tokens.
+
+    A few prompts are no measurement: the least and the greatest hundredth of the prompts, and at least one
+    prompt on each side, do not count.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    chunks: tuple[int, int]  # their number
+    chunk_tokens: tuple[int, int]  # of the shortest chunk of a prompt, and of the longest
+    mean_chunk_tokens: tuple[float, float]
+    all_chunk_tokens: tuple[int, int]
+    query_tokens: tuple[int, int]  # behind the last chunk: the query in its template
+
+    @classmethod
+    def of(cls, prompts: Iterable[tuple[Sequence[tuple[int, int]], int]]) -> Self:
+        """Return the shapes of prompts.
+
+        Of each prompt: the first token and the end of each chunk, and the number of all tokens.
+        """
+        numbers = np.sort([_shape(*prompt) for prompt in prompts], axis=0)
+        left_out = math.ceil(len(numbers) / 100)
+        ends = numbers[[left_out, -1 - left_out]]
+        chunks, shortest, longest, total, query = ends[:, :5].astype(int).T.tolist()
+        means = ends[:, 5].tolist()
+        return cls(tuple(chunks), (shortest[0], longest[1]), tuple(means), tuple(total), tuple(query))
+
+    def cover(self, spans: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """Return whether prompts of this shape were measured. Arguments as in `of`."""
+        chunks, shortest, longest, total, query, mean = _shape(spans, tokens)
+        return (
+            shortest >= self.chunk_tokens[0]
+            and longest <= self.chunk_tokens[1]
+            and all(
+                least <= number <= greatest
+                for number, (least, greatest) in (
+                    (chunks, self.chunks),
+                    (mean, self.mean_chunk_tokens),
+                    (total, self.all_chunk_tokens),
+                    (query, self.query_tokens),
+                )
+            )
+        )
+
+
+def _shape(spans: Sequence[tuple[int, int]], tokens: int) -> tuple[float, ...]:
+    lengths = [end - first for first, end in spans]
+    total = sum(lengths)
+    return len(spans), min(lengths), max(lengths), total, tokens - spans[-1][1], total / len(spans)
+
+
+@dataclass(frozen=True)
 class BlendGate:
     """Which ratios keep the budget of a model."""
 
@@ -61,12 +116,9 @@ class BlendGate:
     separator: str  # between segments
     prompts: int  # different ones, that were measured
     measured: tuple[MeasuredRatio, ...]  # by ratio, rising
+    shapes: PromptShapes  # prompts of other shapes are computed exactly
     check_layer: Annotated[int, Field(ge=1)] = 1
     listwise: bool = False  # measured with prompts of listwise reranking, and for these only
-    # Of the prompts that were measured: the fewest and the most chunks, and the tokens of the shortest and
-    # the longest chunk. None: a gate of an earlier version, which is for prompts of any shape.
-    chunks: tuple[int, int] | None = None
-    chunk_tokens: tuple[int, int] | None = None
     format: int = FORMAT
     steps: Annotated[int, Field(ge=0)] = 0  # how often verification has tightened it
 
@@ -90,15 +142,6 @@ class BlendGate:
     def recomputation(self) -> Recomputation | None:
         """What is computed again; None: everything, exactly."""
         return None if self.ratio is None else Recomputation(self.ratio, self.check_layer)
-
-    def covers(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Return whether prompts of this shape were measured. spans: first token and end of each chunk."""
-        if self.chunks is None or self.chunk_tokens is None:
-            return True
-        (fewest, most), (shortest, longest) = self.chunks, self.chunk_tokens
-        return fewest <= len(spans) <= most and all(
-            shortest <= end - first <= longest for first, end in spans
-        )
 
     def tightened(self) -> BlendGate:
         """Return the gate with the next larger ratio, or closed if there is none."""
@@ -141,7 +184,6 @@ def read_gate(path: Path) -> BlendGate:
     """Read a gate from a file. Raises InvalidInput if there is none, or if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-        # Gates of earlier versions have no checksum.
         checksum = content.pop("checksum", None) if isinstance(content, dict) else None
         gate = _GATE.validate_json(json.dumps(content), strict=True)
     except OSError as error:
@@ -171,7 +213,7 @@ def read_gate(path: Path) -> BlendGate:
                 "bounds; calibrate again",
                 field="blend",
             )
-    if checksum not in (None, checksum_of(content)):
+    if checksum != checksum_of(content):
         raise InvalidInput(f"{path} was changed since it was written; calibrate again", field="blend")
     return gate
 

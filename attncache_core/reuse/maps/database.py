@@ -95,7 +95,7 @@ class AttentionDatabase:
 
     @classmethod
     def open(
-        cls, folder: Path, *, threshold: float | None = None, heads: str | None = None
+        cls, folder: Path | str, *, threshold: float | None = None, heads: str | None = None
     ) -> AttentionDatabase:
         """Open the generation that serves in `folder`; of a plain database, there is only one.
 
@@ -107,6 +107,7 @@ class AttentionDatabase:
         """
         if threshold is not None and math.isnan(threshold):
             raise InvalidInput("threshold must be a number", field="threshold")
+        folder = Path(folder)
         while True:
             generation = current_generation(folder)
             try:
