@@ -28,6 +28,7 @@ from attncache_core.reuse.maps.policy_state import forget_tightened
 from attncache_core.reuse.maps.publishing import renewing
 from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask
+from attncache_core.runtime.files import remove_unfinished
 
 
 def calibrate_database(
@@ -118,6 +119,8 @@ def _calibrate(
         files.pop(REFITTED, None)
     database.keep_calibration_texts(unseen)
     replace(manifest, files=files).write(database.folder)
+    for killed in ("manifest.json", "calibrated_on.json", "familiarity-*"):
+        remove_unfinished(database.folder, killed)
     remove_other_tests(database.folder, name)
     database.remove_other_decisions(files)
     if chosen.refitted is None:

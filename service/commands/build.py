@@ -21,6 +21,7 @@ from attncache_core.corpus.tables import FORMATS, read_rows
 from service.commands.database import show_database
 from service.commands.options import (
     Command,
+    Number,
     engine_options,
     exclude_option,
     kept_indices,
@@ -32,7 +33,7 @@ _defaults = BuildOptions()
 
 min_text_cosine_option = click.option(
     "--min-text-cosine",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=_defaults.min_text_cosine,
     show_default=True,
     help="Quality budget of single texts: 99 of 100 hits have at least this cosine to the full model's "
@@ -50,7 +51,7 @@ def budget_options(of: str, model: str) -> Callable[[Command], Command]:
     """
     mean = click.option(
         "--min-cosine",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=_defaults.min_cosine,
         show_default=True,
         help=f"Quality budget if there are no classes: least mean cosine of the {of}' embeddings to those of "
@@ -58,7 +59,7 @@ def budget_options(of: str, model: str) -> Callable[[Command], Command]:
     )
     decisions = click.option(
         "--min-agreement",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=_defaults.min_agreement,
         show_default=True,
         help=f"Quality budget if there are classes: least share of the {of} that keep the decision of "

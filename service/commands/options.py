@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,17 @@ from service.settings import Settings, option_name
 from service.settings.model import ChosenTask
 
 Command = Callable[..., None]
+
+
+class Number(click.FloatRange):
+    """A number in a range. click lets nan pass, which is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail with the range."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 def exclude_option(command: Command) -> Command:

@@ -15,7 +15,7 @@ from attncache_core.build.renewal import renew_database
 from attncache_core.corpus.reading import read_texts
 from attncache_core.reuse.maps.generations import Result
 from attncache_core.reuse.maps.publishing import roll_back
-from service.commands.options import Command, engine_options
+from service.commands.options import Command, Number, engine_options
 from service.commands.progress import shown_progress
 from service.settings import Settings
 
@@ -58,7 +58,7 @@ def _or_rolled_back(command: Command) -> Command:
 )
 @click.option(
     "--min-gain",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=Settings.model_fields["min_gain"].default,
     show_default=True,
     help="Least gain in speed of a length group that reuses maps, as for `serve`. With 0, no gain is "

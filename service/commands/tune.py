@@ -19,6 +19,7 @@ from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
 from service.commands.build import budget_options
 from service.commands.database import overlap
 from service.commands.options import (
+    Number,
     classifier_option,
     device_option,
     dtype_option,
@@ -69,7 +70,7 @@ from service.settings.reading import write_settings
 @budget_options("texts", "model in float32")
 @click.option(
     "--min-gain",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=Settings.model_fields["min_gain"].default,
     show_default=True,
     help="Spend quality only on what makes batches faster by at least this share.",

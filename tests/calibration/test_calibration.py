@@ -29,6 +29,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.mask import head_order, mildest_mask, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.runtime.files import left_unfinished
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -148,8 +149,15 @@ def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_p
 
 def test_calibrating_again_gives_the_same_manifest(tiny_engine, texts, calibrated, tmp_path):
     folder = Path(shutil.copytree(calibrated[0], tmp_path / "a.db"))
+    of_a_server = folder / ".tightened.json.0.unfinished"
+    for path in (
+        of_a_server,
+        folder / ".manifest.json.0.unfinished",
+    ):  # the other one of a killed calibration
+        path.touch()
     calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
     assert manifest_of(folder) == manifest_of(calibrated[0])
+    assert left_unfinished(folder) == [of_a_server]
 
 
 @pytest.mark.parametrize("count", [0, MIN_PROBES - 1])

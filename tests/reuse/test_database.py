@@ -190,6 +190,9 @@ WRONG = {
         *({}, {"measured": 30}, {"measured": "many"}),
         *(QUALITY | {"hit_rate": None}, QUALITY | {"mean_cosine": "0.9"}, QUALITY | {"mean": NAN}),
         *({"measured": 0, "map_distance": distance} for distance in ({"nearest": "0.1"}, [0.1])),
+        *({"measured": 0, "groups": groups} for groups in ([{}], [{"hit_rate": None}], 5)),
+        *({"measured": 0, "lengths": lengths} for lengths in ({"x": 1}, {"7": "many"}, 5)),
+        *({"measured": 0, "unfamiliar": unfamiliar} for unfamiliar in (5, {"left_out": {"kinds": 1}})),
     ],
     "policy": [policy_of()["policy"] | {"colour": "blue"}],
 }
@@ -256,7 +259,14 @@ def test_policy_on_which_wrong_entries_are_based_is_accepted(folder):
     assert thresholds(AttentionDatabase.open(folder)) == {0.5}
 
 
-@pytest.mark.parametrize("quality", [QUALITY, QUALITY | {"mean": None, "mean_cosine": None}, {"measured": 0}])
+@pytest.mark.parametrize(
+    "quality",
+    [
+        QUALITY | {"groups": [{"hit_rate": 1}], "lengths": {"7": 2}, "unfamiliar": {"texts": 0}},
+        QUALITY | {"mean": None, "mean_cosine": None},
+        {"measured": 0},
+    ],
+)
 def test_quality_on_which_wrong_entries_are_based_is_accepted(folder, quality):
     change_manifest(folder, quality=quality)
     assert AttentionDatabase.open(folder).info().quality == quality

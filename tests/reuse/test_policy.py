@@ -214,13 +214,14 @@ def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean_before_it
     policy = ReusePolicy(BUDGET, (closed, replace(group, longest=70)))
     assert JSON.validate_json(json.dumps(asdict(policy)), strict=True) == policy
     assert math.isfinite(closed.kinds[RecordKind.MEAN].threshold)
-    # The first step of a group without a search starts the search.
+    # The first step of a group without a search starts the search, and tightens lengths that are searched.
     for before in (group, closed):
         tighter = before.one_step_tighter()
         assert tighter.searched
         if not before.searched:
             assert tighter.is_off == (not before.mean_serves)
-            assert tighter.is_off or tighter.kinds == before.kinds
+            searched = replace(before, searched=True)
+            assert tighter == (searched.one_step_tighter() if before.mean_serves else tighter)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_too_few_texts_to_prove_the_budget_are_refused_with_the_number_needed(
         (("--texts", "absent.tsv:a,b"), ("absent.tsv cannot be read",)),
         (("--min-cosine", "0.9"), ("--texts",)),
         (("--texts", "absent.txt", "--min-cosine", "1.5"), ("--min-cosine",)),
+        (("--texts", "absent.txt", "--min-cosine", "nan"), ("--min-cosine", "nan is not in the range")),
         (("--texts", "absent.txt", "--min-agreement", "-1"), ("--min-agreement",)),
         (("--texts", "absent.txt", "--max-tokens", "0"), ("--max-tokens",)),
     ],

@@ -115,6 +115,15 @@ def wait_until_computed(server):
     wait_until(lambda: server.metric("tokenize_seconds_count") == 1)
 
 
+@pytest.fixture
+def not_below_nohup():
+    """Start processes that a SIGHUP ends, also if these tests run below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("not_below_nohup")
 def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls(start):
     server = start("loads", drain_seconds=1).wait_until_ready()
     with server.connect() as hangs, server.connect() as stalls:

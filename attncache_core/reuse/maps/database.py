@@ -256,7 +256,7 @@ class AttentionDatabase:
         """Return the traffic to expect with a policy for this database, from the calibration texts.
 
         The hit rates are those of the calibrated policy, an upper bound for a policy that was tightened
-        since. For a policy without a budget, all hit rates are 1.
+        since. A rate is 1 if it was not measured, and for a policy without a budget.
         """
         if policy.limit and policy.limit.is_off:
             return Traffic({}, {})
@@ -264,7 +264,7 @@ class AttentionDatabase:
         calibrated = policy.budget.binds
         lengths = self.manifest.quality.get("lengths") or self.manifest.records
         rates = {
-            index: float(measured[index]["hit_rate"]) if calibrated and measured else 1.0
+            index: float(measured[index]["hit_rate"]) if calibrated and index < len(measured) else 1.0
             for index, group in enumerate(policy.groups)
             if group.approximates
         }

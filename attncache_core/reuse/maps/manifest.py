@@ -158,12 +158,23 @@ def use_of(checkpoint: Checkpoint, *, decides: bool) -> dict[str, Any]:
 
 
 def _require_quality(quality: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError or TypeError unless all figures that are shown to people are finite."""
+    """Raise ValueError, KeyError or TypeError unless figures that are used or shown are finite numbers."""
     names = ["measured"]
     if quality["measured"]:
         names += ["hit_rate", "prototype_hit_rate"]
         if quality["mean"] is not None:
             names += ["mean", "mean_cosine", "cosine_5th_percentile"]
-    figures = [*(quality[name] for name in names), *dict(quality.get("map_distance") or {}).values()]
+    lengths = dict(quality.get("lengths") or {})
+    figures = [
+        *(quality[name] for name in names),
+        *dict(quality.get("map_distance") or {}).values(),
+        *(group["hit_rate"] for group in quality.get("groups") or ()),
+        *map(int, lengths),
+        *lengths.values(),
+    ]
+    if left_out := dict(quality.get("unfamiliar") or {}).get("left_out"):
+        figures += [left_out[name] for name in ("kinds", "hits", "harmed", "harmed_at_most")]
+        if worst := left_out["worst"]:
+            figures += [worst["hits"], worst["mean"]]
     if not all(map(math.isfinite, figures)):
         raise ValueError("a figure of the quality is not a finite number")

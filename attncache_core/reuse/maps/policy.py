@@ -116,7 +116,7 @@ class LengthGroup:
     kinds: dict[RecordKind, KindPolicy]
     # If False, sequences are not compared with records. The mean of each length serves every sequence, unless
     # the θ of the mean is above 1; a recorded sequence is recognised by its tokens and takes its own record.
-    # The thresholds of the other kinds hold after the first step of tightening, which starts the search.
+    # The first step of tightening starts the search.
     searched: bool = True
     tightened: int = 0  # steps since the calibration
 
@@ -138,18 +138,16 @@ class LengthGroup:
     def one_step_tighter(self) -> LengthGroup:
         """Return the group with every θ half as far from 1; from the sixth step on, no record reaches θ.
 
-        If the group was not searched, the first step starts the search. If only recorded sequences could hit,
-        the first step switches the group off.
+        If the group was not searched, the first step starts the search too: lengths above the calibrated ones
+        are searched before. If only recorded sequences could hit, the first step switches the group off.
         """
-        if not self.searched:
-            if not self.mean_serves:
-                return replace(self.with_threshold(math.inf), tightened=self.tightened + 1)
-            return replace(self, searched=True, tightened=self.tightened + 1)
+        if not self.searched and not self.mean_serves:
+            return replace(self.with_threshold(math.inf), tightened=self.tightened + 1)
         kinds = {
             kind: replace(policy, threshold=1 - (1 - policy.threshold) * KEPT_SHARE)
             for kind, policy in self.kinds.items()
         }
-        tighter = replace(self, kinds=kinds, tightened=self.tightened + 1)
+        tighter = replace(self, kinds=kinds, searched=True, tightened=self.tightened + 1)
         return tighter if tighter.tightened < MAX_STEPS else tighter.with_threshold(math.inf)
 
     def choose(self, similarities: Mapping[RecordKind, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
