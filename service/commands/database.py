@@ -87,7 +87,7 @@ def show_database(database: AttentionDatabase) -> None:
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
         )
         serves = "the mean serves" if group.mean_serves else "only recorded texts hit"
-        unsearched = "" if group.searched else f"no search, {serves}; else "
+        unsearched = "" if group.searched else f"no search up to {group.longest}, {serves}; else "
         console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
     console.print(f"quality      {_quality(manifest)}")
     if left_out := (manifest.quality.get("unfamiliar") or {}).get("left_out"):
