@@ -12,10 +12,9 @@ import errno
 import io
 import os
 import re
-import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +24,12 @@ from urllib.parse import SplitResult, parse_qsl, unquote_to_bytes, urlsplit, url
 from urllib.request import url2pathname
 
 from attncache_core import InvalidInput
-from attncache_core.runtime.files import left_unfinished, locked, write_whole
+from attncache_core.runtime.files import locked, remove_unfinished, write_whole
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 RANGE_BYTES = 16 * 2**20
 # A store that sends nothing for so long is stuck. A slow line may take longer for a range.
 _READ_SECONDS, _REQUEST_SECONDS = 60, 3600
-_UNFINISHED_SECONDS = 3600
 _RETRIES = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 # In the text of a foreign error -> what is shown of it.
 _REASONS = (
@@ -178,7 +176,8 @@ class ObjectFolder:
             if etag is not None and not etag.startswith("W/"):
                 options["if_match"] = etag
             got = self._obstore.get(self._store, name, options=options)
-            if etag is not None and got.meta["e_tag"] != etag:
+            # Some stores write an ETag in quotes only outside of their lists.
+            if etag is not None and (got.meta["e_tag"] or "").strip('"') != etag.strip('"'):
                 raise Changed(errno.ESTALE, _CHANGED, self.url_of(name))
             content = bytes(got.bytes())
             if not content:
@@ -234,14 +233,9 @@ class ObjectFolder:
                 return
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left of local files that they wrote.
-
-        A file that was written to within the last hour stays, because its process may be at work.
-        """
-        for path in left_unfinished(self._folder) if self._folder else ():
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - _UNFINISHED_SECONDS:
-                    path.unlink()
+        """Remove what killed processes have left of local files that they wrote."""
+        if self._folder is not None:
+            remove_unfinished(self._folder)
 
     def open(self, name: str, about: StoredObject) -> io.BufferedReader:
         """Open an object for reading anywhere. Reading raises Changed if it is another one, and OSError."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _LOCK_POLL_SECONDS = 0.01
 
@@ -81,7 +81,7 @@ def locked_at_once(path: Path) -> Iterator[None]:
         yield
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock(file: IO[Any]) -> bool:
     """Try once to lock an open file; return whether the lock is held."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,18 +101,30 @@ def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666)
     # keeps several writers apart.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
     try:
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with _begun(unfinished, mode) as file:
             file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             # Without fsync, the renamed file may be empty after a power failure.
             os.fsync(file.fileno())
-        unfinished.replace(path)
+            unfinished.replace(path)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
             error.filename = str(path)
         raise
     _sync(path.parent)
+
+
+@contextmanager
+def _begun(unfinished: Path, mode: int) -> Iterator[IO[bytes]]:
+    """Yield a new file that is locked, so that nobody takes it for one of a killed process."""
+    while True:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:  # it was not removed before it was locked
+                yield file
+                return
 
 
 def move_to_new(path: Path, target: Path) -> None:
@@ -150,10 +162,12 @@ def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
     return list(folder.glob(f".{name}.*.unfinished"))
 
 
-def remove_unfinished(folder: Path, name: str) -> None:
-    """Remove what `left_unfinished` returns. No other process may write the file meanwhile."""
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what `left_unfinished` returns, but not what a process is writing."""
     for path in left_unfinished(folder, name):
-        path.unlink(missing_ok=True)
+        with suppress(OSError), path.open("rb") as file:  # also if somebody else removes it
+            if _try_lock(file):
+                path.unlink()
 
 
 def move_into_place(finished: Path, folder: Path, without: Iterable[Path] = ()) -> None:

@@ -1,5 +1,6 @@
 """Files are complete or absent, even with concurrent writers and after an interrupted write."""
 
+import fcntl
 import os
 import signal
 import stat
@@ -12,7 +13,7 @@ import pytest
 from full_disk import largest_file
 
 from attncache_core.runtime import files
-from attncache_core.runtime.files import move_into_place, write_whole
+from attncache_core.runtime.files import move_into_place, remove_unfinished, write_whole
 
 CONTENT_BYTES = 300_000
 
@@ -122,6 +123,28 @@ def test_folder_is_on_disk_with_its_content_before_it_gets_its_name(tmp_path, sy
         tmp_path / "unfinished" / name for name in ("", "a", "inner", "inner/b")
     }
     assert (last, names) == (tmp_path, ["finished"])
+
+
+def test_unfinished_files_are_removed_but_not_what_is_being_written(tmp_path, monkeypatch):
+    def content():
+        yield b"ne"
+        remove_unfinished(tmp_path)
+        yield b"w"
+
+    lock, begun = fcntl.flock, []
+
+    def late(file, how):
+        if how == fcntl.LOCK_EX and not begun:
+            begun.append(True)
+            remove_unfinished(tmp_path)  # before the file is locked
+        lock(file, how)
+
+    (tmp_path / ".b.json.0.unfinished").touch()  # of a killed process
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_whole(tmp_path / "a.json", content())
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
+    assert (tmp_path / "a.json").read_bytes() == b"new"
+    assert begun
 
 
 @pytest.mark.parametrize(("mode", "umask", "expected"), [(0o600, 0o000, 0o600), (0o666, 0o027, 0o640)])

@@ -22,6 +22,7 @@ class Store:
         self.has_etags = self.has_ranges = self.has_conditions = True
         self.is_empty = False  # whether ranges have no bytes
         self.is_cut = False  # whether the connection ends in the middle of an answer
+        self.quote = '"'  # around the ETags of a list; Azure has none there
         self.weak = ""  # "W/" for weak ETags, which match no condition
         self.pause = 0.0  # seconds before each kilobyte of an answer
         self.fail = lambda *_: None  # takes method and path; returns a status to answer instead
@@ -63,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         if content is None:
             return self.answer(404)
         condition = self.headers.get("If-Match") if store.has_conditions else None
-        if condition and (store.weak or condition != etag(content)):
+        if condition and (store.weak or condition.strip('"') != etag(content).strip('"')):
             return self.answer(412)
         headers = {"Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
         if store.has_etags:
@@ -116,10 +117,13 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(204)
 
     def listed(self, store, path, prefix):
+        def listed_etag(content):
+            return escape(etag(content).replace('"', store.quote))
+
         base = f"{path.rstrip('/')}/"
         rows = "".join(
             f"<Contents><Key>{escape(name.removeprefix(base))}</Key><Size>{len(content)}</Size>"
-            f"<LastModified>2026-11-26T00:00:00Z</LastModified><ETag>{escape(etag(content))}</ETag></Contents>"
+            f"<LastModified>2026-11-26T00:00:00Z</LastModified><ETag>{listed_etag(content)}</ETag></Contents>"
             for name, content in sorted(store.objects.items())
             if name.startswith(base + prefix)
         )

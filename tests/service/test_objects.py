@@ -1,8 +1,6 @@
 """Objects below a URL: what a slow, broken or unusual store sends, and what errors say about a wrong URL."""
 
-import os
 import sys
-import time
 from base64 import b64encode
 
 import pytest
@@ -94,15 +92,6 @@ def test_slow_line_gets_every_byte_and_a_store_that_stops_ends_the_request(monke
             folder.read_range("a", 0, len(content))
 
 
-def test_files_that_may_still_be_written_to_are_not_removed_as_unfinished(tmp_path):
-    of_another, of_a_killed_one = (tmp_path / f".manifest.json.{name}.unfinished" for name in "ab")
-    for path in (of_another, of_a_killed_one):
-        path.touch()
-    os.utime(of_a_killed_one, (0, time.time() - 3700))
-    ObjectFolder(str(tmp_path), "output").remove_unfinished()
-    assert list(tmp_path.iterdir()) == [of_another]
-
-
 def test_store_that_cuts_connections_sends_nothing_or_knows_no_ranges_is_named():
     with object_store() as store:
         store.objects["/bucket/db/a"] = b"0123456789"
@@ -130,6 +119,15 @@ def test_etag_is_compared_also_if_it_is_weak_or_the_server_ignores_conditions(we
         store.objects["/bucket/db/a"] = b"9876543210"
         with pytest.raises(Changed):
             folder.open("a", about).read()
+
+
+def test_etag_without_quotes_in_a_list_is_the_one_with_quotes_of_the_object():
+    with object_store() as store:
+        store.quote, store.objects["/bucket/db/a"] = "", b"0123456789"
+        folder = ObjectFolder(store.s3 % "db", "database")
+        (about,) = folder.list()
+        assert '"' not in about.etag
+        assert folder.open("a", about).read() == b"0123456789"
 
 
 def test_user_of_an_http_url_is_sent():
