@@ -49,7 +49,7 @@ _NAMEABLE_ERRORS = 100
 
 # What the parser says of frequent mistakes, and of JSON that is valid by its grammar -> what is wrong.
 _FAULTS_OF_JSON = {
-    "control character": "a line break or another control character stands in a string; write it as \\n",
+    "control character": "a string holds a line break or another control character; escape it, as \\n",
     "EOF": "the body ends too early",
     "hex escape": "an escaped surrogate stands alone",
     "recursion limit": "values are nested too deeply",

@@ -127,10 +127,10 @@ def list_of(texts: Iterable[_T], field: str = "texts") -> list[_T]:
     Raises InvalidInput for a string, each of whose characters would be a text, and for a mapping or a table,
     each of whose names would be one.
     """
-    if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
-        raise InvalidInput(f"{field} must be a list of texts; for one text, give [text]", field=field)
     if isinstance(texts, Mapping) or hasattr(texts, "columns"):
         raise InvalidInput(f"{field} must be a list of texts; of a table, give one column", field=field)
+    if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
+        raise InvalidInput(f"{field} must be a list of texts; for one text, give [text]", field=field)
     return list(texts)
 
 

@@ -113,7 +113,7 @@ def _show(gate: BlendGate, output: Path) -> None:
     click.echo(
         f"measured: {_range(shapes.chunks)} chunks, each of {_range(shapes.chunk_tokens)} tokens, on average "
         f"of {_range(shapes.mean_chunk_tokens)} and together of {_range(shapes.all_chunk_tokens)}, with "
-        f"{_range(shapes.query_tokens)} tokens behind them; prompts of other shapes are computed exactly"
+        f"{_range(shapes.other_tokens)} other tokens; prompts of other shapes are computed exactly"
     )
     if gate.ratio is None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")

@@ -108,7 +108,7 @@ def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_server
     ],
 )
 def test_only_prompts_of_the_measured_shapes_are_blended(engine, tmp_path, lengths, behind, is_blended):
-    shapes = PromptShapes((2, 3), (2, 5), (2.5, 4.5), (5, 12), (3, 5))
+    shapes = PromptShapes((2, 3), (2, 5), (2.5, 4.5), (5, 12), (5, 7))
     measured = gate((0.5, True, 0.6), fingerprint=engine.fingerprint, shapes=shapes)
     ends = [2 + sum(lengths[: index + 1]) for index in range(len(lengths))]
     spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -134,11 +134,14 @@ def test_measured_shapes_are_those_of_all_prompts_but_outliers(prompts):
         ([len(lengths) for lengths, _ in prompts], found.chunks),
         ([sum(lengths) / len(lengths) for lengths, _ in prompts], found.mean_chunk_tokens),
         ([sum(lengths) for lengths, _ in prompts], found.all_chunk_tokens),
-        ([behind for _, behind in prompts], found.query_tokens),
+        ([behind for _, behind in prompts], found.other_tokens),
     ):
         assert {least, greatest} <= {*numbers}
         left_out = sum(number < least for number in numbers), sum(number > greatest for number in numbers)
         assert max(left_out) <= math.ceil(len(prompts) / 100)
+    shortest, longest = ([chosen(lengths) for lengths, _ in prompts] for chosen in (min, max))
+    left_out = math.ceil(len(prompts) / 100)
+    assert found.chunk_tokens == (sorted(shortest)[left_out], sorted(longest)[-1 - left_out])
     # One prompt of its own shape opens no gate.
     outlier = (spans([50] * 20), 1100)
     assert not PromptShapes.of([*measured, outlier]).cover(*outlier)
@@ -183,7 +186,7 @@ def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_p
         ({"checksum": 1}, "was changed since it was written"),
         ({"budget": {"least": 7}}, "budget"),
         ({"other": 1}, "other"),
-        ({"format": 1}, "format 1"),
+        ({"format": 1, "shapes": None}, "has format 1, and 2 is read"),
     ],
 )
 def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):

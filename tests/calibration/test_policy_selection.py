@@ -111,6 +111,14 @@ def test_bound_of_a_mean_cosine_is_missed_by_about_5_of_100_skewed_samples(losse
     assert missed < 0.07 < missed_by_students_t
 
 
+def test_bound_of_a_mean_cosine_is_not_rounded_away():
+    small = np.random.default_rng(0).random(40) * 1e-9
+    expected = upper_bounds(small, COSINE)[-1]
+    assert upper_bounds(0.5 + small, COSINE)[-1] - 0.5 == pytest.approx(expected, rel=1e-4)
+    # Equal losses have no skewness, whatever comes behind them.
+    assert upper_bounds(np.array([0.1] * 30 + [1.0] * 3), COSINE)[29] == pytest.approx(0.1, abs=2e-9)
+
+
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=80))
 def test_bound_of_a_share_is_clopper_pearson(losses):
     bounds = upper_bounds(np.array(losses), AGREEMENT)

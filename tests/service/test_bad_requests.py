@@ -130,7 +130,7 @@ async def test_body_that_is_not_json_is_refused(client, route, body):
         (b'{"inputs": secret}', "the body must be JSON in UTF-8; it is not valid at line 1, column 12"),
         (b'{"inputs": "\\ud800"}', "line 1, column 19: an escaped surrogate stands alone"),
         (b"[" * 9999, "line 1, column 202: values are nested too deeply"),
-        (b'{"inputs": "a\nb"}', "at the end of line 1: a line break or another control character stands"),
+        (b'{"inputs": "a\nb"}', "at the end of line 1: a string holds a line break or another control"),
         (b'{"inputs": "a', "the body ends too early"),
     ],
     ids=["empty", "no string", "surrogate", "deep", "line break", "cut"],

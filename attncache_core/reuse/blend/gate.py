@@ -66,7 +66,7 @@ class PromptShapes:
     chunk_tokens: tuple[int, int]  # of the shortest chunk of a prompt, and of the longest
     mean_chunk_tokens: tuple[float, float]
     all_chunk_tokens: tuple[int, int]
-    query_tokens: tuple[int, int]  # behind the last chunk: the query in its template
+    other_tokens: tuple[int, int]  # outside the chunks: the query, its template and separators
 
     @classmethod
     def of(cls, prompts: Iterable[tuple[Sequence[tuple[int, int]], int]]) -> Self:
@@ -77,13 +77,13 @@ class PromptShapes:
         numbers = np.sort([_shape(*prompt) for prompt in prompts], axis=0)
         left_out = math.ceil(len(numbers) / 100)
         ends = numbers[[left_out, -1 - left_out]]
-        chunks, shortest, longest, total, query = ends[:, :5].astype(int).T.tolist()
+        chunks, shortest, longest, total, other = ends[:, :5].astype(int).T.tolist()
         means = ends[:, 5].tolist()
-        return cls(tuple(chunks), (shortest[0], longest[1]), tuple(means), tuple(total), tuple(query))
+        return cls(tuple(chunks), (shortest[0], longest[1]), tuple(means), tuple(total), tuple(other))
 
     def cover(self, spans: Sequence[tuple[int, int]], tokens: int) -> bool:
         """Return whether prompts of this shape were measured. Arguments as in `of`."""
-        chunks, shortest, longest, total, query, mean = _shape(spans, tokens)
+        chunks, shortest, longest, total, other, mean = _shape(spans, tokens)
         return (
             shortest >= self.chunk_tokens[0]
             and longest <= self.chunk_tokens[1]
@@ -93,7 +93,7 @@ class PromptShapes:
                     (chunks, self.chunks),
                     (mean, self.mean_chunk_tokens),
                     (total, self.all_chunk_tokens),
-                    (query, self.query_tokens),
+                    (other, self.other_tokens),
                 )
             )
         )
@@ -102,7 +102,7 @@ class PromptShapes:
 def _shape(spans: Sequence[tuple[int, int]], tokens: int) -> tuple[float, ...]:
     lengths = [end - first for first, end in spans]
     total = sum(lengths)
-    return len(spans), min(lengths), max(lengths), total, tokens - spans[-1][1], total / len(spans)
+    return len(spans), min(lengths), max(lengths), total, tokens - total, total / len(spans)
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,11 @@ def read_gate(path: Path) -> BlendGate:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
         checksum = content.pop("checksum", None) if isinstance(content, dict) else None
+        known = content.get("format") if isinstance(content, dict) else None
+        if known != FORMAT and isinstance(known, int):
+            raise InvalidInput(
+                f"{path} has format {known}, and {FORMAT} is read; calibrate again", field="blend"
+            )
         gate = _GATE.validate_json(json.dumps(content), strict=True)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -199,10 +204,6 @@ def read_gate(path: Path) -> BlendGate:
         ) from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON; calibrate again", field="blend") from error
-    if gate.format != FORMAT:
-        raise InvalidInput(
-            f"{path} has format {gate.format}, and {FORMAT} is read; calibrate again", field="blend"
-        )
     ratios = [measured.ratio for measured in gate.measured]
     if ratios != sorted(set(ratios)):
         raise InvalidInput(f"{path} holds ratios that do not rise; calibrate again", field="blend")
