@@ -109,10 +109,11 @@ class Blending:
         ids: of the sequence with its plan's continuation. salt: chunks of one salt share keys and values.
         Fewer than two chunks are a prefix, which is exact. Prompts of other shapes than the gate's are exact.
         """
-        if self.gate is None or len(sequence.spans) < 2:
+        gate = self.gate  # another thread may tighten it
+        if gate is None or len(sequence.spans) < 2:
             return None
-        again = self.gate.recomputation
-        if again is None or not self.gate.shapes.cover(sequence.spans, len(sequence.ids)):
+        again = gate.recomputation
+        if again is None or not gate.shapes.cover(sequence.spans, len(sequence.ids)):
             return None
         return self.blend_with(sequence, ids, salt, again)
 
