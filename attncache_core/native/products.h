@@ -141,6 +141,7 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
         for (; step < stop; step++, panel += step_bytes, x += 4, second += 4, next += next_bytes) {
             __builtin_prefetch(next, 0, 2);
             if (step_bytes > 64) __builtin_prefetch(next + 64, 0, 2);
+            if (step_bytes > 128 && next_bytes > 128) __builtin_prefetch(next + 128, 0, 2);
             vector weight[VECTORS];
             UNROLLED for (int v = 0; v < VECTORS; v++) {
                 if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
@@ -228,8 +229,9 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
                             const matrix_kind kind) {
     const int steps = steps_of(m), most = ON_TILES(kind) ? MAX_TILE : TILE, tiles = (rows + most - 1) / most;
     const size_t panel_bytes = (size_t)steps * (kind == LEVELS ? PANEL * LEVELS_OF_STEP : PANEL * 4);
-    // The tiles of a panel together load the next panel.
-    const size_t next_bytes = (panel_bytes / (size_t)steps + (size_t)tiles - 1) / (size_t)tiles;
+    // The tiles of a panel together load the next panel. The processor loads wide panels faster by itself for few rows.
+    const int loads_next = rows > 3 || VECTORS < 3 || ON_TILES(kind);
+    const size_t next_bytes = loads_next ? (panel_bytes / (size_t)steps + (size_t)tiles - 1) / (size_t)tiles : 0;
     float sums[2][MAX_TILE * PANEL] __attribute__((aligned(64)));
     unfinished before = {.rows = 0};
 #ifdef __AMX_TILE__
@@ -245,7 +247,7 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
             const char *weights = m->weights + (size_t)panel * panel_bytes;
             float *const now = before.sums == sums[0] ? sums[1] : sums[0];
             const char *left = x.rows + (size_t)first * x.row_bytes;
-            const char *next = weights + panel_bytes + (size_t)t * steps * next_bytes;
+            const char *next = weights + loads_next * panel_bytes + (size_t)t * steps * next_bytes;
 #ifdef __AMX_TILE__
 #define BY_HALVES(halves) \
     tile_by_halves(left, x.row_bytes, weights, steps, now, next, next_bytes, &before, size, half, halves, kind)
