@@ -6,6 +6,7 @@ PrefillPart: many sequences, as arrays    ->
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,9 +81,10 @@ class PrefillPart:
         prefix_keys: Sequence[PrefixKey | None] | None = None,
         blends: Sequence[Blend | None] | None = None,
     ) -> PrefillPart:
-        """Return the part of these sequences."""
+        """Return the part of these sequences. Raises TypeError if a token id is not a whole number."""
         offsets = [0, *accumulate(map(len, sequences))]
-        ids = np.fromiter(chain.from_iterable(sequences), np.int64, offsets[-1])
+        # NumPy alone would cut fractions off.
+        ids = np.fromiter(map(operator.index, chain.from_iterable(sequences)), np.int64, offsets[-1])
         pairs = sequences if any(isinstance(sequence, PairTokens) for sequence in sequences) else None
         return cls(ids, offsets, reuse, plans, group, pairs, prefix_keys, blends)
 

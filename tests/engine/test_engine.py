@@ -46,6 +46,15 @@ def test_batch_without_tokens_is_refused(tiny_engine, sequences):
         prefill(tiny_engine, sequences)
 
 
+@pytest.mark.parametrize("ids", [[5, 6.9], "56", [5, None]], ids=["fraction", "text", "none"])
+def test_token_id_that_is_no_whole_number_is_refused(tiny_engine, ids):
+    with pytest.raises(TypeError, match="integer"):
+        prefill(tiny_engine, [[5, 6], ids])
+    np.testing.assert_array_equal(
+        prefill(tiny_engine, [np.array([5, 6])]).outputs, prefill(tiny_engine, [torch.tensor([5, 6])]).outputs
+    )
+
+
 def test_embeddings_have_unit_length_if_the_checkpoint_says_so(tiny_engine, tmp_path):
     np.testing.assert_allclose(np.linalg.norm(tiny_engine.embed(["my card", "lost"]), axis=1), 1, atol=1e-6)
     raw = PrefillEngine.load(
