@@ -232,10 +232,10 @@ class ObjectFolder:
             except FileNotFoundError:
                 return
 
-    def remove_unfinished(self) -> None:
-        """Remove what killed processes have left of local files that they wrote."""
+    def remove_unfinished(self, below: str = "") -> None:
+        """Remove what killed processes have left of local files that they wrote in a folder."""
         if self._folder is not None:
-            remove_unfinished(self._folder)
+            remove_unfinished(self._folder / below)
 
     def open(self, name: str, about: StoredObject) -> io.BufferedReader:
         """Open an object for reading anywhere. Reading raises Changed if it is another one, and OSError."""

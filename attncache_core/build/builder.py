@@ -281,13 +281,14 @@ class _Build:
                 "held_out": _digest(self.sentences.held_out.tobytes()),
             }
         )
-        path = self.partial / "inputs.json"
+        path, damage = self.partial / "inputs.json", self.partial / "damage.json"
         kept = path.read_bytes() if path.is_file() else None
-        if kept != inputs.encode():
+        # What is recorded is in the order of this damage, and a second measurement may come to another order.
+        is_damaged = damage.exists() and _kept_damage(damage, self.rank.size) is None
+        if kept != inputs.encode() or is_damaged:
             if kept is not None:
-                logger.warning(
-                    "the stopped build in %s is begun anew, because %s", self.partial, _changed(kept, inputs)
-                )
+                why = f"{damage.name} is damaged" if is_damaged else _changed(kept, inputs)
+                logger.warning("the stopped build in %s is begun anew, because %s", self.partial, why)
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(mode=PRIVATE, parents=True)
             write_whole(path, inputs.encode())
@@ -466,9 +467,10 @@ class _Build:
             },
             files=file_digests(self.partial, records, self.familiarity, store),
         ).write(self.partial)
-        scaffold = [self.partial / name for name in ("damage.json", "inputs.json")]
+        # The inputs go first: without the rest, no build must go on.
+        scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]
         if self.recorded != self.partial:
-            scaffold.insert(0, self.recorded)
+            scaffold.append(self.recorded)
         move_into_place(self.partial, self.folder, without=[*left_unfinished(self.partial), *scaffold])
 
 

@@ -8,8 +8,9 @@
       5 trial     serve the held-out texts with both generations                 calibration.trial
       6 decide    publish the new generation, or remove it                       reuse.maps.publishing
 
-A renewal that is stopped goes on if it is started again with the same corpus. A renewal from the sample keeps
-its texts in the workspace for a day, and goes on with them.
+A renewal that is stopped goes on if it is started again with the same corpus, and one that had decided
+returns its decision. A renewal from the sample keeps its texts in the workspace for a day, and goes on with
+them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from attncache_core.reuse.maps.publishing import (
     building_folder,
     clear_workspace,
     decide,
+    has_inputs,
     inputs_path,
     now,
     renewing,
@@ -84,7 +86,10 @@ def renew_database(
     OSError. A renewal that fails changes nothing that serves, and a later one
     goes on with what was built.
     """
-    with renewing(folder):
+    measured = {} if texts is None else {"corpus": _digest(texts)}
+    with renewing(folder) as finished:
+        if finished is not None and measured and finished.measured.get("corpus") == measured["corpus"]:
+            return finished
         present = AttentionDatabase.open(folder)
         options = _options_like(present, synthetic_only or texts is None)
         engine = load(None)
@@ -100,10 +105,10 @@ def renew_database(
                 "nothing was built, because reuse of attention maps cannot make this model as much faster on "
                 "this machine as --min-gain asks for"
             )
-            return _decided(folder, present, Result.NO_GAIN, present.generation.number, reason, {})
+            return _decided(folder, present, Result.NO_GAIN, present.generation.number, reason, measured)
         built = _build(engine, folder, present, renewed_from, options, progress)
         trials = _trials(load, engine, present, built, renewed_from, min_gain, progress)
-        measured = renewed_from.figures() | {name: trial.figures() for name, trial in trials.items()}
+        measured |= renewed_from.figures() | {name: trial.figures() for name, trial in trials.items()}
         refused = why_refused(trials["present"], trials["new"], built.manifest.policy.budget)
         result = Result.REFUSED if refused else Result.PUBLISHED
         number, reason = int(built.folder.name), refused or "it keeps the budget and saves more time"
@@ -200,7 +205,8 @@ def _sampled(folder: Path, engine: PrefillEngine, present: AttentionDatabase) ->
     sampled = (read_log(kept) if is_fresh else []) or read_sample(folder, least)
     if not sampled:
         raise InvalidInput(
-            f"{folder} holds no sample of texts; start the server with --sample, or give --corpus FILE",
+            f"{folder} holds no sample of texts that were asked before now; start the server with --sample, "
+            "or give --corpus FILE",
             field="corpus",
         )
     if max(max(text.token_ids, default=0) for text in sampled) >= engine.tokenizer.vocabulary:
@@ -252,19 +258,22 @@ def _build(
     """Build the next generation, or go on with what a renewal with equal inputs has built."""
     training = [sentence.token_ids or sentence.text for sentence in texts.training]
     inputs = [training, texts.held_out, present.manifest.id, asdict(options), str(engine.dtype)]
-    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest().encode()
-    path = inputs_path(folder)
-    if not path.is_file() or path.read_bytes() != digest:
+    digest = _digest(inputs).encode()
+    if not has_inputs(folder, digest):
         clear_workspace(folder)
         workspace(folder).mkdir(mode=PRIVATE)
         if texts.sampled:
             write_log(sampled_path(folder), texts.sampled)
-        write_whole(path, digest)
+        write_whole(inputs_path(folder), digest)
     target = building_folder(folder)
     if target.is_dir() and not _opens(target):
         shutil.rmtree(target)
     build_database(engine, texts.training, target, options, progress, keep_existing=True, start_from=present)
     return AttentionDatabase.open(target)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _opens(folder: Path) -> bool:

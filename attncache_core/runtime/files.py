@@ -154,6 +154,15 @@ def refused_read(error: BaseException | None) -> OSError | None:
     return None
 
 
+def when_written(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs whenever a file was written anew; None if there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
 def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
     """Return the temporary files in `folder` that `write_whole` left because its process was killed.
 

@@ -46,12 +46,14 @@ from attncache_core.reuse.maps.publishing import (
     building_folder,
     clear_workspace,
     decide,
+    has_inputs,
     inputs_path,
+    is_decided,
     now,
     renewing,
     workspace,
 )
-from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
+from attncache_core.runtime.files import PRIVATE, HeldByAnother, when_written, write_whole
 from service.errors import reason_of
 from service.objects import RANGE_BYTES, Changed, ObjectFolder, StoredObject, without_secrets
 from service.settings import Settings
@@ -116,6 +118,8 @@ def push(root: Path, url: str, progress: Progress) -> str:
 
     Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
     """
+    folder = current_generation(root).folder
+    listed = _listed(folder)
     database = AttentionDatabase.open(root)
     store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     if fault := next(damaged_records(database.search.store), None):
@@ -124,6 +128,11 @@ def push(root: Path, url: str, progress: Progress) -> str:
         )
     seen = _pointer_object(store)
     pointer = Pointer(database.manifest.id, _files(database.folder, progress))
+    # The files fit each other when the database was opened, and belong together if none has changed since.
+    if database.folder != folder or _listed(folder) != listed:
+        raise OSError(errno.ESTALE, "the database was changed while it was read; push again", str(root))
+    for below in ("", database.manifest.id):
+        store.remove_unfinished(below)
     content = _POINTER.dump_json(pointer, indent=1)
     # The pointer names this database, perhaps with other findings.
     reads = seen is not None and pointer.id.encode() in seen[0]
@@ -143,7 +152,8 @@ def push(root: Path, url: str, progress: Progress) -> str:
     return f"{store.url}: {sent} of {len(pointer.files)} files sent, {pointer.bytes:,} bytes in all"
 
 
-def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
+def _listed(folder: Path) -> dict[Path, tuple[int, int, int] | None]:
+    """Return the files of a database, in order, each with what differs whenever it was written anew."""
     paths = sorted(
         path
         for pattern in ("*", "index/*", "maps/*", "decisions*/*")
@@ -153,7 +163,11 @@ def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
         # Generation 0 shares its folder with these.
         and name not in (_OF_THE_MACHINE, "current", "renewals.jsonl")
     )
-    files = {}
+    return {path: when_written(path) for path in paths}
+
+
+def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
+    paths, files = list(_listed(folder)), {}
     for done, path in enumerate(paths, 1):
         files[str(path.relative_to(folder))] = PushedFile(path.stat().st_size, file_digest(path))
         progress("reading files", done, len(paths))
@@ -234,7 +248,8 @@ class RemoteDatabase:
         """
         pointer = self._pointer()
         last = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while not self._serves(pointer):
+        # A process that was killed while it published may have left another database that is to serve next.
+        while not self._serves(pointer) or is_decided(self.root):
             try:
                 yield from self._downloaded(pointer)
             except BuildFailed as held:
@@ -264,11 +279,11 @@ class RemoteDatabase:
 
     def _downloaded(self, pointer: Pointer) -> Iterator[str]:
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        with renewing(self.root, begins=True):
+        inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
+        with renewing(self.root, begins=True, inputs=inputs):
             if self._serves(pointer):
                 return
-            inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
-            if not inputs_path(self.root).is_file() or inputs_path(self.root).read_bytes() != inputs:
+            if not has_inputs(self.root, inputs):
                 clear_workspace(self.root)
                 workspace(self.root).mkdir(mode=PRIVATE)
                 write_whole(inputs_path(self.root), inputs)

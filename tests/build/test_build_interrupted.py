@@ -223,5 +223,28 @@ def test_stage_whose_file_is_damaged_is_done_again(tiny_engine, tiny_corpus, tmp
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
     (tmp_path / ".a.db.partial" / name).write_bytes(content)
     build(tiny_engine, tiny_corpus, tmp_path / "a.db")
-    said = [message for message in caplog.messages if "the list of its inputs is damaged" in message]
-    assert len(said) == (name == "inputs.json")
+    said = [message for message in caplog.messages if "is begun anew, because" in message]
+    why = {"inputs.json": ["the list of its inputs is damaged"], "damage.json": ["damage.json is damaged"]}
+    assert [message.rpartition("because ")[2] for message in said] == why.get(name, [])
+
+
+def test_build_that_is_killed_before_its_last_step_goes_on_without_half_of_what_it_measured(
+    tiny_engine, tiny_corpus, tmp_path, monkeypatch
+):
+    """Records are in the order of the damage that was measured, so none is used after the damage is gone."""
+    partial = tmp_path / ".a.db.partial"
+    removed = []
+
+    def unlink(path, *arguments, real=Path.unlink, **options):
+        if path.parent == partial and path.suffix == ".json":
+            removed.append(path.name)
+        real(path, *arguments, **options)
+        if len(removed) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert removed == ["inputs.json"]
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES

@@ -20,9 +20,11 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.build.renewal import renew_database
 from attncache_core.calibration import trial
 from attncache_core.calibration.savings import Savings
+from attncache_core.corpus import sample as corpus_sample
 from attncache_core.corpus.sample import TextSampler, sample_folder
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
+from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Result, kept_generations, read_renewals
 from attncache_core.reuse.maps.policy import Steps
@@ -142,7 +144,7 @@ def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_re
     for line in lines:
         kept = json.loads(line)
         assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
-        assert {*kept["measured"]} == {"texts", "held_out", "near_duplicates", "present", "new"}
+        assert {*kept["measured"]} == {"corpus", "texts", "held_out", "near_duplicates", "present", "new"}
         assert not any(text in line for text in texts)
 
 
@@ -197,6 +199,23 @@ def test_stopped_renewal_goes_on_with_what_was_built(stopped, load, texts):
     root, built = stopped
     assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
     assert AttentionDatabase.open(root).manifest.id == built
+
+
+def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_texts_alone(
+    stopped, load, texts, monkeypatch
+):
+    root, built = stopped
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, texts, min_gain=0)
+    other = Path(shutil.copytree(root, root.with_name("other.db")))
+    decided = renew_database(load, root, texts, min_gain=0)
+    assert (decided.result, decided.generation, numbers(root)) == (Result.PUBLISHED, 1, [0, 1])
+    assert AttentionDatabase.open(root).manifest.id == built
+    assert read_renewals(root) == (decided,)
+    assert renew_database(load, other, texts[1:], min_gain=0).generation == 2
+    assert len(read_renewals(other)) == 2
 
 
 def test_build_that_was_half_removed_is_built_again(stopped, load, texts):
@@ -269,6 +288,7 @@ def test_database_is_renewed_from_a_sample_as_from_a_corpus_but_holds_no_sampled
     renewed = renew_database(load, root, min_gain=0)
     of_corpus = renew_database(load, another, texts, min_gain=0, synthetic_only=True)
     assert renewed.result is Result.PUBLISHED
+    of_corpus.measured.pop("corpus")
     assert renewed.measured == of_corpus.measured
     database = AttentionDatabase.open(root)
     assert database.manifest.records == {}
@@ -339,9 +359,9 @@ def stopped_from_a_sample(plain, load, texts, tiny_engine, tmp_path_factory, sam
     return folder, stopped_before_the_decision(load, folder)
 
 
-@pytest.mark.parametrize("texts_are", ["as they were", "damaged", "days old"])
+@pytest.mark.parametrize("texts_are", ["as they were", "later than the clock", "damaged", "days old"])
 def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_damaged_or_days_old(
-    stopped_from_a_sample, load, texts, tiny_engine, tmp_path, texts_are
+    stopped_from_a_sample, load, texts, tiny_engine, tmp_path, texts_are, monkeypatch
 ):
     folder, built = stopped_from_a_sample
     root = Path(shutil.copytree(folder, tmp_path / "a.db"))
@@ -350,10 +370,13 @@ def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_da
         path.write_bytes(path.read_bytes()[:-100])
     elif texts_are == "days old":
         os.utime(path, (0, 0))
+    elif texts_are == "later than the clock":
+        monkeypatch.setattr(corpus_sample, "_latest", lambda: -1)
     sample(root, tiny_engine.tokenize(texts)[:9], asked_at=10**6)
     renewed = renew_database(load, root, min_gain=0)
     assert texts_are == "days old" or renewed.result is Result.PUBLISHED
-    assert (AttentionDatabase.open(root).manifest.id == built) == (texts_are == "as they were")
+    goes_on = texts_are in ("as they were", "later than the clock")
+    assert (AttentionDatabase.open(root).manifest.id == built) == goes_on
 
 
 def test_sample_of_another_model_is_refused(root, load):

@@ -22,7 +22,9 @@ from attncache_core.corpus.sample import read_sample, sample_folder
 from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps import database as database_module
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.familiarity import familiarity_name
 from attncache_core.reuse.maps.generations import (
     Generation,
     Result,
@@ -124,7 +126,7 @@ def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_protot
     for _ in range(2):
         renew(root, tiny_prototypes_database)
     with monkeypatch.context() as patch:
-        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda _: None)
+        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda *_: None)
         roll_back(root)
     assert number_of(root) == 2
     assert roll_back(root).generation == 1
@@ -219,6 +221,25 @@ def test_database_opens_although_its_generation_is_removed_meanwhile(
     monkeypatch.setattr(AttentionDatabase, "open_generation", classmethod(late))
     assert AttentionDatabase.open(root).info().generation == 3
     assert opened == [1, 3]
+
+
+def test_database_opens_although_a_calibration_ends_meanwhile(root, monkeypatch):
+    manifest = AttentionDatabase.open(root).manifest
+    old = familiarity_name(manifest.files)
+    renamed = old.replace("-", "-0", 1)
+
+    def late(folder, files, indexed, real=database_module.require_unchanged):
+        if (folder / old).exists():
+            (folder / old).rename(folder / renamed)
+            changed = {renamed if name == old else name: digest for name, digest in manifest.files.items()}
+            replace(manifest, files=changed).write(folder)
+        real(folder, files, indexed)
+
+    monkeypatch.setattr(database_module, "require_unchanged", late)
+    assert renamed in AttentionDatabase.open(root).manifest.files
+    (root / renamed).unlink()
+    with pytest.raises(CorruptDatabase, match="is missing or cannot be read; remove"):
+        AttentionDatabase.open(root)
 
 
 def test_second_renewal_says_which_process_renews(root):

@@ -14,6 +14,7 @@ from killed_transfers import download_until_killed, push_until_killed
 from store_server import object_store
 
 from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
+from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import verify_generations
 from attncache_core.reuse.maps.generations import current_generation, kept_generations, structural_faults
 from service.loading import remote as remote_module
@@ -116,8 +117,50 @@ def test_push_that_is_killed_leaves_the_present_database_and_goes_on(root, other
     assert is_killed(push_until_killed, root, url, 9)
     served = followed(url, tmp_path, tiny_checkpoint)
     assert files_of(current_generation(served.root).folder) == files_of(other)
-    count = len(files_of(root))
+    count, id_of_root = len(files_of(root)), AttentionDatabase.open(root).manifest.id
+    left = [tmp_path / "store" / below / ".x.1.unfinished" for below in ("", id_of_root)]
+    for path in left:
+        path.write_bytes(b"x")
     assert f"{count - 9} of {count} files sent" in pushed(root, url)
+    assert not [path for path in left if path.exists()]
+
+
+def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_path, monkeypatch):
+    url = (tmp_path / "store").as_uri()
+
+    def digest(path, real=remote_module.file_digest):
+        found = real(path)
+        if path.name == "manifest.json":
+            (root / "projector.safetensors").touch()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_module, "file_digest", digest)
+        with pytest.raises(OSError, match="changed while it was read; push"):
+            pushed(root, url)
+    assert not (tmp_path / "store" / POINTER).exists()
+    assert "files sent" in pushed(root, url)
+
+
+@pytest.mark.parametrize("ends_in", ["_finish", "clear_workspace"])
+def test_database_that_was_withdrawn_after_a_killed_download_never_serves(
+    root, other, tmp_path, tiny_checkpoint, monkeypatch, ends_in
+):
+    url = (tmp_path / "store").as_uri()
+    pushed(root, url)
+    remote = followed(url, tmp_path, tiny_checkpoint)
+    pushed(other, url)
+    with monkeypatch.context() as patched:
+        patched.setattr(publishing, ends_in, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(remote.fetch(waits=True))
+    if ends_in == "_finish":
+        pushed(root, url)
+    list(remote.fetch(waits=True))
+    assert not (remote.root / ".renewal").exists()
+    serving = root if ends_in == "_finish" else other
+    assert files_of(current_generation(remote.root).folder) == files_of(serving)
+    assert len(kept_generations(remote.root)) == (1 if ends_in == "_finish" else 2)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])

@@ -33,7 +33,7 @@ def test_folder_without_a_sample_needs_a_corpus(tmp_path, tiny_engine, tiny_corp
     options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
     build_database(tiny_engine, tiny_corpus, root, options)
     result = run("renew", root, *model_arguments(tiny_checkpoint))
-    assert_one_line(result, "holds no sample of texts; start the server with --sample, or give --corpus FILE")
+    assert_one_line(result, "holds no sample of texts that were asked before now; start the server with")
 
 
 def test_database_without_a_budget_is_an_error_of_one_line(root, tiny_checkpoint, corpus):

@@ -73,7 +73,7 @@ from attncache_core.reuse.mask import ReuseMask, parse_heads, require_stored_hea
 from attncache_core.reuse.storage.layout import RecordLayout
 from attncache_core.reuse.storage.seal import Seal, key_path
 from attncache_core.reuse.storage.store import AttentionMapStore
-from attncache_core.runtime.files import refused_read, write_whole
+from attncache_core.runtime.files import refused_read, when_written, write_whole
 
 # Begins the name of a folder. The rest is a digest, so that a calibration that is killed changes nothing. The
 # folder's classifier.json holds the digest of the weights, so its own digest covers the weights too.
@@ -110,12 +110,14 @@ class AttentionDatabase:
         folder = Path(folder)
         while True:
             generation = current_generation(folder)
+            written = when_written(generation.folder / "manifest.json")
             try:
                 require_there(generation)
                 return cls.open_generation(generation, threshold=threshold, heads=heads)
             except DatabaseRefused as error:
-                if current_generation(folder) != generation:
-                    continue  # a renewal has removed the generation meanwhile
+                now = current_generation(folder)
+                if now != generation or when_written(now.folder / "manifest.json") != written:
+                    continue  # a renewal has removed the generation meanwhile, or a calibration changed it
                 if not isinstance(error, CorruptDatabase):
                     raise
                 raise CorruptDatabase(with_remedy(error, generation), field="database") from error

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from attncache_core.errors import CorruptDatabase, DatabaseRefused
+from attncache_core.runtime.files import when_written
 
 # The generation that serves, and the one before it.
 KEPT_GENERATIONS = 2
@@ -58,7 +59,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True)
 class Renewal:
-    """One line of renewals.jsonl. It holds figures only, and nothing of a text."""
+    """One line of renewals.jsonl. It holds figures, a digest of the whole corpus, and nothing of a text."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -155,8 +156,7 @@ def read_renewals(root: Path) -> tuple[Renewal, ...]:
     """Return the decisions of all renewals, oldest first, without lines that cannot be read."""
     path = renewals_path(root)
     try:
-        state = path.stat()
-        return _renewals(path, state.st_mtime_ns, state.st_size, state.st_ino)
+        return _renewals(path, when_written(path))
     except OSError:
         return ()
 
@@ -188,7 +188,7 @@ def _names(root: Path) -> list[str]:
 
 # Metrics read the decisions every few seconds, and the file changes once a day.
 @lru_cache(maxsize=4)
-def _renewals(path: Path, *_state: int) -> tuple[Renewal, ...]:
+def _renewals(path: Path, _written: object) -> tuple[Renewal, ...]:
     return tuple(_readable(path.read_bytes().splitlines()))
 
 

@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.policy import ReusePolicy, Steps
 from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, windows_of
-from attncache_core.runtime.files import locked_within, remove_unfinished, write_whole
+from attncache_core.runtime.files import locked_within, remove_unfinished, when_written, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ServedPolicy:
         self._folder, self._calibrated = folder, calibrated
         self.shared: SharedFindings | None = None  # None: other machines are not asked
         self._tightest = calibrated  # `policy` where nothing is off
-        self._seen = _written(_path(folder))  # what the last look found; taken before the file is read
+        self._seen = when_written(_path(folder))  # what the last look found; taken before the file is read
         self._away: str | None = None  # the reason in `reuse_off`, while other machines cannot be asked
         self.policy = calibrated
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
@@ -121,7 +121,7 @@ class ServedPolicy:
 
         If the file cannot be read any more, nothing hits from then on. Returns whether `policy` has changed.
         """
-        written = _written(_path(self._folder))
+        written = when_written(_path(self._folder))
         if written == self._seen or self._is_stopped:
             return False
         self._seen = written
@@ -237,15 +237,6 @@ def forget_tightened(folder: Path) -> None:
 
 def _path(folder: Path) -> Path:
     return folder / "tightened.json"
-
-
-def _written(path: Path) -> tuple[int, int, int] | None:
-    """Return what differs whenever a file was written anew; None if there is none."""
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _read(path: Path) -> dict[str, Tightened]:

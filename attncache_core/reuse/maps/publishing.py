@@ -62,18 +62,18 @@ _PLAIN_DATABASE = (
 
 
 @contextmanager
-def renewing(root: Path, *, begins: bool = False) -> Iterator[Renewal | None]:
+def renewing(root: Path, *, begins: bool = False, inputs: bytes | None = None) -> Iterator[Renewal | None]:
     """Be the only process that renews, rolls back or calibrates the database while the `with` block runs.
 
     Finishes the decision that a killed process left, and yields it; None: there was none. begins: the folder
-    may hold no database yet. Raises DatabaseRefused if there is no database, BuildFailed if another process
-    does so, and OSError.
+    may hold no database yet. inputs: drop the decision instead, if it was about other inputs. Raises
+    DatabaseRefused if there is no database, BuildFailed if another process does so, and OSError.
     """
     if not begins:
         require_database(root)
     try:
         with locked_at_once(root / ".renewal.lock"):
-            yield settle(root)
+            yield settle(root, inputs)
     except HeldByAnother as held:
         holder = "another process" if held.process is None else f"process {held.process}"
         raise BuildFailed(
@@ -89,6 +89,12 @@ def workspace(root: Path) -> Path:
 def inputs_path(root: Path) -> Path:
     """Return the path of the digest of what the present renewal builds from."""
     return workspace(root) / "inputs"
+
+
+def has_inputs(root: Path, inputs: bytes) -> bool:
+    """Return whether what the workspace holds was made from these inputs."""
+    path = inputs_path(root)
+    return path.is_file() and path.read_bytes() == inputs
 
 
 def sampled_path(root: Path) -> Path:
@@ -143,17 +149,23 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def settle(root: Path) -> Renewal | None:
+def is_decided(root: Path) -> bool:
+    """Return whether a decision was begun, and not finished yet."""
+    return _decision_path(root).is_file()
+
+
+def settle(root: Path, inputs: bytes | None = None) -> Renewal | None:
     """Finish a decision that was begun, and remove what no renewal will use.
 
-    Returns the decision; None if there was none. Raises OSError.
+    inputs: see `renewing`. Returns the decision; None if there was none. Raises OSError.
     """
     path, renewal = _decision_path(root), None
     if path.is_file():
         # A decision that was damaged on the disk is not done, and the next renewal decides again.
         with suppress(ValidationError):
-            renewal = RENEWAL.validate_json(path.read_bytes())
-            _finish(root, renewal)
+            if inputs is None or has_inputs(root, inputs):
+                renewal = RENEWAL.validate_json(path.read_bytes())
+                _finish(root, renewal)
         clear_workspace(root)
     if workspace(root).is_dir():
         number = building_folder(root).name
