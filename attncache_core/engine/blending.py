@@ -113,7 +113,7 @@ class Blending:
         if gate is None or len(sequence.spans) < 2:
             return None
         again = gate.recomputation
-        if again is None or not gate.shapes.cover(sequence.spans, len(sequence.ids)):
+        if again is None or gate.shapes.outside(sequence.spans, len(sequence.ids)):
             return None
         return self.blend_with(sequence, ids, salt, again)
 

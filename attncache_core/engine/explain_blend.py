@@ -20,6 +20,7 @@ class BlendExplanation:
     """What blending does to one prompt, whether or not the server blends it."""
 
     served: bool  # whether the gate blends such prompts
+    why_exact: str | None  # why it does not; None if it does
     ratio: float
     check_layer: int
     tokens: list[str]  # as the tokenizer writes them
@@ -49,8 +50,14 @@ def explain_blend(
         )
     blending, plan = engine.blending, prompt.sequence_plans[0]
     gate = blending.gate
-    is_covered = gate is not None and gate.shapes.cover(sequence.spans, len(sequence.ids))
-    served = gate.recomputation if gate and is_covered and engine.may_blend(prompt) else None
+    why: str | None
+    if gate is None:
+        why = "the server has no gate (--blend)"
+    elif not engine.may_blend(prompt):
+        why = "the gate is for listwise reranking"
+    else:
+        why = gate.off() or gate.shapes.outside(sequence.spans, len(sequence.ids))
+    served = gate.recomputation if gate and why is None else None
     again = served or Recomputation(USUAL_RATIO)
     ids = [*sequence.ids, *plan.continuation]
 
@@ -66,7 +73,8 @@ def explain_blend(
     compared = report if report.deviations is not None else run(Recomputation(USUAL_RATIO, again.check_layer))
     found = compared.deviations if compared.deviations is not None else np.full(len(ids), np.nan)
     return BlendExplanation(
-        served is not None,
+        why is None,
+        why,
         again.ratio,
         again.check_layer,
         engine.tokenizer.written(ids),

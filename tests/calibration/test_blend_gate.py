@@ -144,7 +144,26 @@ def test_measured_shapes_are_those_of_all_prompts_but_outliers(prompts):
     assert found.chunk_tokens == (sorted(shortest)[left_out], sorted(longest)[-1 - left_out])
     # One prompt of its own shape opens no gate.
     outlier = (spans([50] * 20), 1100)
-    assert not PromptShapes.of([*measured, outlier]).cover(*outlier)
+    assert PromptShapes.of([*measured, outlier]).outside(*outlier)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "behind", "why"),
+    [
+        ((10, 20, 30), 5, None),
+        ((10, 20), 5, "2 chunks, and 3 to 4"),
+        ((9, 20, 31), 5, "9 tokens in the shortest chunk, and 10 to 40"),
+        ((10, 10, 41), 5, "41 tokens in the longest chunk, and 10 to 40"),
+        ((10, 10, 39), 5, "19.6667 tokens in a chunk on average, and 20 to 30"),
+        ((23, 23, 23, 23), 5, "92 tokens in all chunks together, and 60 to 90"),
+        ((10, 20, 30), 4, "4 tokens outside the chunks, and 5 to 9"),
+    ],
+)
+def test_prompt_of_another_shape_is_told_by_the_number_that_was_not_measured(lengths, behind, why):
+    ends = list(accumulate(lengths))
+    spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    found = PromptShapes((3, 4), (10, 40), (20.0, 30.0), (60, 90), (5, 9)).outside(spans, ends[-1] + behind)
+    assert found == (why and f"it has {why} were measured")
 
 
 def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_path):

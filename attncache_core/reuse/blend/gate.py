@@ -81,22 +81,20 @@ class PromptShapes:
         means = ends[:, 5].tolist()
         return cls(tuple(chunks), (shortest[0], longest[1]), tuple(means), tuple(total), tuple(other))
 
-    def cover(self, spans: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """Return whether prompts of this shape were measured. Arguments as in `of`."""
+    def outside(self, spans: Sequence[tuple[int, int]], tokens: int) -> str | None:
+        """Return why a prompt has no shape that was measured; None if it has one. Arguments as in `of`."""
         chunks, shortest, longest, total, other, mean = _shape(spans, tokens)
-        return (
-            shortest >= self.chunk_tokens[0]
-            and longest <= self.chunk_tokens[1]
-            and all(
-                least <= number <= greatest
-                for number, (least, greatest) in (
-                    (chunks, self.chunks),
-                    (mean, self.mean_chunk_tokens),
-                    (total, self.all_chunk_tokens),
-                    (other, self.other_tokens),
-                )
-            )
-        )
+        for number, (least, greatest), counted in (
+            (chunks, self.chunks, "chunks"),
+            (shortest, self.chunk_tokens, "tokens in the shortest chunk"),
+            (longest, self.chunk_tokens, "tokens in the longest chunk"),
+            (mean, self.mean_chunk_tokens, "tokens in a chunk on average"),
+            (total, self.all_chunk_tokens, "tokens in all chunks together"),
+            (other, self.other_tokens, "tokens outside the chunks"),
+        ):
+            if not least <= number <= greatest:
+                return f"it has {number:g} {counted}, and {least:g} to {greatest:g} were measured"
+        return None
 
 
 def _shape(spans: Sequence[tuple[int, int]], tokens: int) -> tuple[float, ...]:
