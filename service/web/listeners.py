@@ -138,6 +138,15 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
             raise InvalidSettings(f"--tls-cert {cert} cannot be read: {reason}", field="tls_cert") from error
 
 
+def read_certificate_again(settings: Settings, listeners: Sequence[Listener]) -> None:
+    """Use the files of the settings for new connections of the listeners. Raises as load_certificate."""
+    assert settings.tls_cert is not None
+    assert settings.tls_key is not None
+    # All listeners have the same context.
+    context = next(listener.tls for listener in listeners if listener.tls)
+    load_certificate(context, settings.tls_cert, settings.tls_key)
+
+
 def is_for_operators(path: str) -> bool:
     """Return whether a path belongs to the routes for operators."""
     return is_among(path, OPERATORS_PATHS)

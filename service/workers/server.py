@@ -34,7 +34,7 @@ from service.settings import Settings
 from service.state import Loaded, Pause, ServiceState
 from service.upkeep.group import Worker
 from service.web.connection import Connection, Connections
-from service.web.listeners import Listener, load_certificate
+from service.web.listeners import Listener, read_certificate_again
 from service.workers.acceptor import Acceptor
 
 logger = logging.getLogger(__name__)
@@ -151,10 +151,8 @@ class Server(uvicorn.Server):
         self._checked_at = 0.0
         self._hangup = False
         self._guard: threading.Timer | None = None  # from the first signal on
-        if settings.tls_cert and settings.tls_key:
-            # All listeners have the same context.
-            context = next(listener.tls for listener in listeners if listener.tls)
-            reload = partial(load_certificate, context, settings.tls_cert, settings.tls_key)
+        if settings.tls_cert:
+            reload = partial(read_certificate_again, settings, listeners)
             state.reloads.append(reload)
             if not is_alone:
                 # The supervisor has read the files when it began, and perhaps they were replaced since.

@@ -50,7 +50,7 @@ from service.observability.metrics import count_for_all_workers
 from service.settings import Settings
 from service.state import Loaded
 from service.upkeep.group import Worker
-from service.web.listeners import Listener
+from service.web.listeners import Listener, read_certificate_again
 from service.workers.server import run_server
 from service.workers.shares import share_of, worker_count
 
@@ -162,6 +162,7 @@ class Supervisor:
             number = self._signals.pop(0)
             if number == signal.SIGHUP and (self._settings.api_keys or self._settings.tls_cert):
                 self._send(number)
+                self._read_certificate()
             elif number == signal.SIGHUP and IGNORES_HANGUP:
                 continue
             elif self._kill_at is None:
@@ -170,6 +171,12 @@ class Supervisor:
                 self._finish(0.0)
             elif self._failure is None:
                 sys.exit(128 + number)
+
+    def _read_certificate(self) -> None:
+        """Have the newest certificate for workers that begin later. Running workers log what is wrong."""
+        if self._settings.tls_cert:
+            with suppress(AttnCacheError):
+                read_certificate_again(self._settings, self._listeners)
 
     def _finish(self, delay: float) -> None:
         """Let all workers serve on for so many seconds, finish what they have received, and end."""

@@ -29,6 +29,7 @@ from service.web.listeners import (
     tls_context,
 )
 from service.workers.server import Server, reload_all
+from service.workers.supervisor import Supervisor
 
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EMBED = post(b'{"inputs": "a"}')
@@ -193,6 +194,14 @@ def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, t
         shutil.copy(certificates / "second.key", key)
         Server(app, settings, [listener], is_alone=False)
         assert served_certificate(context) == second
+        # If the files are damaged by then, the certificate that the supervisor has read at the last SIGHUP.
+        supervisor = Supervisor(settings, 1, None, [listener], tmp_path)
+        shutil.copy(certificates / "first.pem", cert)
+        for name in ("first", "second"):
+            shutil.copy(certificates / f"{name}.key", key)
+            supervisor._signals.append(signal.SIGHUP)
+            supervisor._act_on_signals()
+            assert served_certificate(context) == first
 
 
 def test_hangup_ends_no_server_under_nohup(monkeypatch):
