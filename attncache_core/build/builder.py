@@ -467,10 +467,10 @@ class _Build:
             },
             files=file_digests(self.partial, records, self.familiarity, store),
         ).write(self.partial)
-        # The inputs go first: without the rest, no build must go on.
+        # The inputs go before the damage, without which no build must go on.
         scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]
         if self.recorded != self.partial:
-            scaffold.append(self.recorded)
+            scaffold.insert(0, self.recorded)
         move_into_place(self.partial, self.folder, without=[*left_unfinished(self.partial), *scaffold])
 
 
