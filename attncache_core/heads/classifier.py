@@ -47,7 +47,11 @@ class LinearClassifier:
         return logits
 
     def predict(self, embeddings: np.ndarray) -> list[str]:
-        """Return the most probable label of each embedding [n, d]."""
+        """Return the most probable label of each embedding [n, d].
+
+        Raises NotFinite, with the index of the first embedding that holds NaN or infinity.
+        """
+        require_finite(np.isfinite(embeddings), "embeddings")
         return [self.labels[row] for row in self.logits(embeddings).argmax(axis=1)]
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:

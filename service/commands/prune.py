@@ -92,13 +92,9 @@ def _show(attention: np.ndarray, blocks: np.ndarray) -> None:
     columns = []
     for importance in (attention, blocks):
         ranks = np.argsort(np.argsort(importance)) + 1
-        columns += [[f"{value:.4f}" for value in importance], [_marked(rank) for rank in ranks]]
+        columns += [[f"{value:.4f}" for value in importance], [str(rank) for rank in ranks]]
     show_table(
         "importance (1 - cosine); rank 1 is the least important",
         ["layer", "attention", "rank", "block", "rank"],
         [[layer, *row] for layer, row in enumerate(zip(*columns, strict=True))],
     )
-
-
-def _marked(rank: int) -> str:
-    return f"[bold]{rank}[/bold]" if rank == 1 else str(rank)

@@ -84,6 +84,8 @@ _GAUGES = ("gauge_livesum", "gauge_livemin", "gauge_livemax", "gauge_livemostrec
 _FILE_BYTES = {"counter": 2**21, **dict.fromkeys(("histogram", *_GAUGES), 2**19)}
 # Each worker has a tier in memory, and all workers share the tier on disk.
 _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
+# Read from the folder of the database, which all workers share.
+_RENEWALS = "attncache_renewals"
 
 
 class Metrics:
@@ -99,7 +101,8 @@ class Metrics:
         self._folder = os.environ.get(_MULTIPROCESS_FOLDER)
         # In multiprocess mode: what `publish` reads, and where it writes.
         self._functions: dict[Gauge, Callable[[], float]] = {}
-        self._published: dict[tuple[str, ...], Any] = {}
+        # By name and labels: the value of this worker, and what the worker before it had counted.
+        self._published: dict[tuple[str, ...], tuple[Any, float]] = {}
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests answered", ("route", "status"))
         self._request_seconds = self._histogram(
@@ -313,7 +316,9 @@ class Metrics:
         for family in self._engine.collect():
             for name, labels, value, *_ in family.samples:
                 is_shared = family.name in _SHARED_TIERS and labels["tier"] == "disk"
-                self._value(family, name, labels).set(0 if is_shared and not first else value)
+                is_shared |= family.name == _RENEWALS
+                published, before = self._value(family, name, labels)
+                published.set(0 if is_shared and not first else before + value)
 
     def render(self, names: Iterable[str] = ()) -> bytes:
         """Return metrics in Prometheus' text format. names: of time series; none: all metrics."""
@@ -322,15 +327,20 @@ class Metrics:
             of_all = MultiProcessCollector(None, self._folder)  # type: ignore[no-untyped-call]
         return generate_latest(_Chosen(of_all, set(names)))
 
-    def _value(self, family: Metric, name: str, labels: dict[str, str]) -> Any:
-        """Return the value of this worker for a sample that prometheus_client does not count by itself."""
+    def _value(self, family: Metric, name: str, labels: dict[str, str]) -> tuple[Any, float]:
+        """Return the value of this worker for a sample that prometheus_client does not count by itself.
+
+        And what the worker before it had counted, for a counter: the engine counts from 0.
+        """
         key = (name, *labels.values())
         if key not in self._published:
             mode = "livesum" if family.name in _SHARED_TIERS else "livemax"
             text = family.documentation
-            self._published[key] = values.ValueClass(
+            value = values.ValueClass(
                 family.type, family.name, name, [*labels], [*labels.values()], text, multiprocess_mode=mode
             )
+            goes_on = family.type == "counter" and family.name != _RENEWALS
+            self._published[key] = value, value.get() if goes_on else 0.0
         return self._published[key]
 
     def _touch_labels(self) -> None:

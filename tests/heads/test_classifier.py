@@ -11,7 +11,7 @@ from sklearn.preprocessing import normalize
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
 from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
+from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput, NotFinite
 
 DIMENSIONS = 12
 # Weights are stored in float32; embeddings have unit length.
@@ -43,6 +43,9 @@ def test_decisions_and_scores_are_scikit_learns(classes):
     np.testing.assert_allclose(class_scores(classifier.logits(asked)), expected, atol=TOLERANCE)
     assert classifier.predict(asked) == [classifier.labels[row] for row in expected.argmax(axis=1)]
     assert len(set(classifier.predict(asked))) == classes
+    asked[1, 2] = np.nan
+    with pytest.raises(NotFinite, match=r"embeddings\[1\]"):
+        classifier.predict(asked)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])

@@ -56,6 +56,7 @@ def test_importance_of_every_layer_is_shown_and_kept(tiny_checkpoint, tiny_engin
         assert (np.diff(np.array(kept[name])[in_order]) > 0).all()
         for value in expected:
             assert f"{value:.4f}" in shown
+    assert "[" not in shown.partition("┏")[2]  # no markup
     assert kept["machine"]["texts"] == len(texts) == 120
     assert "processor" in shown
     least = [kept[f"{name}_least_important_first"][0] for name in ("attention", "blocks")]

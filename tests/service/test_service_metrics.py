@@ -1,9 +1,11 @@
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_engine import CORRUPT, FakeEngine, serving
 from forked import forked
+from prometheus_client.core import CounterMetricFamily
 from running import samples
 
 from attncache_core import AttnCacheError, errors
@@ -34,6 +36,24 @@ def test_worker_that_is_started_again_goes_on_counting_in_files_that_have_their_
     files = list(tmp_path.iterdir())
     assert len(files) == 6
     assert all(file.stat().st_blocks * 512 >= file.stat().st_size >= 2**19 for file in files)
+
+
+def test_counts_of_the_engine_go_on_too_and_what_all_workers_share_counts_once(tmp_path):
+    def count(folder, number):
+        count_for_all_workers(folder, number)
+        metrics = Metrics()
+        renewals = CounterMetricFamily("attncache_renewals", "of the folder", labels=("result",))
+        renewals.add_metric(("published",), 5)
+        stalls = CounterMetricFamily("attncache_kv_load_stall_seconds", "of this worker", value=0)
+        metrics._engine = SimpleNamespace(collect=lambda: (renewals, stalls))
+        for seconds in (1.0, 1.5):
+            stalls.samples[0] = stalls.samples[0]._replace(value=seconds)
+            metrics.publish(first=number == 0)
+        found = samples(metrics.render().decode())
+        return found["attncache_renewals_total", "published"], found["attncache_kv_load_stall_seconds_total",]
+
+    started = [forked(count, tmp_path, number)() for number in (0, 1, 1, 0)]
+    assert started == [(5, 1.5), (5, 3.0), (5, 4.5), (5, 6.0)]
 
 
 def test_every_error_status_has_a_metric():
