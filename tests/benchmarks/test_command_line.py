@@ -26,7 +26,7 @@ def test_module_reads_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.split()[:3] for line in shown.splitlines()[1:]] == [
         [str(inputs), "x", str(outputs)]
         for inputs, outputs in ((384, 1152), (384, 384), (384, 1536), (1536, 384))
-        for _ in range(4)
+        for _ in range(6)
     ]
 
 
