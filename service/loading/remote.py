@@ -118,9 +118,8 @@ def push(root: Path, url: str, progress: Progress) -> str:
 
     Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
     """
-    folder = current_generation(root).folder
-    listed = _listed(folder)
     database = AttentionDatabase.open(root)
+    listed = _listed(database.folder)
     store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     if fault := next(damaged_records(database.search.store), None):
         raise CorruptDatabase(
@@ -128,8 +127,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
         )
     seen = _pointer_object(store)
     pointer = Pointer(database.manifest.id, _files(database.folder, progress))
-    # The files fit each other when the database was opened, and belong together if none has changed since.
-    if database.folder != folder or _listed(folder) != listed:
+    if _listed(database.folder) != listed:
         raise OSError(errno.ESTALE, "the database was changed while it was read; push again", str(root))
     for below in ("", database.manifest.id):
         store.remove_unfinished(below)

@@ -191,6 +191,7 @@ def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, mo
     renewed = renew_database(load, root, texts, min_gain=0.05)
     assert renewed.result is Result.NO_GAIN
     assert "--min-gain" in renewed.reason
+    assert {*renewed.measured} == {"corpus"}
     assert numbers(root) == [0]
     assert read_renewals(root) == (renewed,)
 
@@ -216,6 +217,20 @@ def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_tex
     assert read_renewals(root) == (decided,)
     assert renew_database(load, other, texts[1:], min_gain=0).generation == 2
     assert len(read_renewals(other)) == 2
+
+
+def test_renewal_from_a_sample_follows_a_rollback_that_was_killed(
+    stopped_from_a_sample, load, texts, tmp_path
+):
+    folder, _ = stopped_from_a_sample
+    root = Path(shutil.copytree(folder, tmp_path / "a.db"))
+    assert renew_database(load, root, min_gain=0).generation == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publishing.roll_back(root)
+    assert renew_database(load, root, min_gain=0).generation == 2
+    assert [line.result for line in read_renewals(root)][1] is Result.ROLLED_BACK
 
 
 def test_build_that_was_half_removed_is_built_again(stopped, load, texts):

@@ -330,13 +330,16 @@ async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed
         of_ten = replace(ANY_SHAPE, chunks=(10, 10))
         engine.blending.gate = replace(gate_of(engine, ratio), shapes=of_ten)
         few = (await asked(client, "/explain?debug=blend", BODY)).json()
+        engine.blending.gate = gate_of(engine, ratio, steps=1)
+        closed = (await asked(client, "/explain?debug=blend", BODY)).json()
         engine.blending.gate = None
         without = (await asked(client, "/explain?debug=blend", BODY)).json()
     first, end = found["spans"][1]
     assert (found["served"], found["ratio"], found["why_exact"]) == (True, ratio, None)
-    assert [answer["served"] for answer in (of_lists, few, without)] == [False] * 3
+    assert [answer["served"] for answer in (of_lists, few, closed, without)] == [False] * 4
     assert "listwise" in of_lists["why_exact"]
     assert f"it has {len(SEGMENTS)} chunks" in few["why_exact"]
+    assert "did not keep the budget" in closed["why_exact"]
     assert "--blend" in without["why_exact"]
     assert all(deviation is None for deviation in found["deviations"][: found["exact_tokens"]])
     assert all(deviation > 0 for deviation in found["deviations"][first:end])

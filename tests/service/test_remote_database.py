@@ -142,9 +142,11 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
     assert "files sent" in pushed(root, url)
 
 
-@pytest.mark.parametrize("ends_in", ["_finish", "clear_workspace"])
-def test_database_that_was_withdrawn_after_a_killed_download_never_serves(
-    root, other, tmp_path, tiny_checkpoint, monkeypatch, ends_in
+@pytest.mark.parametrize(
+    ("ends_in", "withdrawn"), [("_finish", True), ("_finish", False), ("clear_workspace", False)]
+)
+def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn(
+    root, other, tmp_path, tiny_checkpoint, monkeypatch, ends_in, withdrawn
 ):
     url = (tmp_path / "store").as_uri()
     pushed(root, url)
@@ -154,13 +156,15 @@ def test_database_that_was_withdrawn_after_a_killed_download_never_serves(
         patched.setattr(publishing, ends_in, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(remote.fetch(waits=True))
-    if ends_in == "_finish":
+    if withdrawn:
         pushed(root, url)
+    for folder in (tmp_path / "store").glob("*/"):
+        shutil.rmtree(folder)  # nothing is downloaded again
     list(remote.fetch(waits=True))
     assert not (remote.root / ".renewal").exists()
-    serving = root if ends_in == "_finish" else other
+    serving = root if withdrawn else other
     assert files_of(current_generation(remote.root).folder) == files_of(serving)
-    assert len(kept_generations(remote.root)) == (1 if ends_in == "_finish" else 2)
+    assert len(kept_generations(remote.root)) == (1 if withdrawn else 2)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
