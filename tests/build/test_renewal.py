@@ -219,9 +219,7 @@ def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_tex
     assert len(read_renewals(other)) == 2
 
 
-def test_renewal_from_a_sample_follows_a_rollback_that_was_killed(
-    stopped_from_a_sample, load, texts, tmp_path
-):
+def test_renewal_from_a_sample_follows_a_rollback_that_was_killed(stopped_from_a_sample, load, tmp_path):
     folder, _ = stopped_from_a_sample
     root = Path(shutil.copytree(folder, tmp_path / "a.db"))
     assert renew_database(load, root, min_gain=0).generation == 1
