@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +69,8 @@ _DOWNLOADS = 4  # at once
 _SHOWN_STEP = 0.1
 # What belongs to a machine: the gain that was measured on it.
 _OF_THE_MACHINE = "gain.json"
+# What servers find out. They write it at any time, so it is read once.
+_FINDINGS = "tightened.json"
 _FILE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -120,13 +122,14 @@ def push(root: Path, url: str, progress: Progress) -> str:
     """
     database = AttentionDatabase.open(root)
     listed = _listed(database.folder)
+    findings = _read_findings(database.folder)
     store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
     if fault := next(damaged_records(database.search.store), None):
         raise CorruptDatabase(
             f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"
         )
     seen = _pointer_object(store)
-    pointer = Pointer(database.manifest.id, _files(database.folder, progress))
+    pointer = Pointer(database.manifest.id, _files(database.folder, listed, findings, progress))
     if _listed(database.folder) != listed:
         raise OSError(errno.ESTALE, "the database was changed while it was read; push again", str(root))
     for below in ("", database.manifest.id):
@@ -134,7 +137,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
     content = _POINTER.dump_json(pointer, indent=1)
     # The pointer names this database, perhaps with other findings.
     reads = seen is not None and pointer.id.encode() in seen[0]
-    sent = _send(store, database.folder, pointer, progress, reads=reads)
+    sent = _send(store, database.folder, pointer, findings, progress, reads=reads)
     if not sent and seen is not None and seen[0] == content:
         return f"{store.url} holds this database already"
     try:
@@ -151,7 +154,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
 
 
 def _listed(folder: Path) -> dict[Path, tuple[int, int, int] | None]:
-    """Return the files of a database, in order, each with what differs whenever it was written anew."""
+    """Return the files that belong together, in order, each with what differs once it is written anew."""
     paths = sorted(
         path
         for pattern in ("*", "index/*", "maps/*", "decisions*/*")
@@ -159,20 +162,39 @@ def _listed(folder: Path) -> dict[Path, tuple[int, int, int] | None]:
         if path.is_file()
         and _FILE_NAME.fullmatch(name := str(path.relative_to(folder)))
         # Generation 0 shares its folder with these.
-        and name not in (_OF_THE_MACHINE, "current", "renewals.jsonl")
+        and name not in (_OF_THE_MACHINE, _FINDINGS, "current", "renewals.jsonl")
     )
     return {path: when_written(path) for path in paths}
 
 
-def _files(folder: Path, progress: Progress) -> dict[str, PushedFile]:
-    paths, files = list(_listed(folder)), {}
+def _read_findings(folder: Path) -> bytes | None:
+    try:
+        return (folder / _FINDINGS).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _files(
+    folder: Path, paths: Collection[Path], findings: bytes | None, progress: Progress
+) -> dict[str, PushedFile]:
+    files = {}
     for done, path in enumerate(paths, 1):
         files[str(path.relative_to(folder))] = PushedFile(path.stat().st_size, file_digest(path))
         progress("reading files", done, len(paths))
+    if findings is not None:
+        files[_FINDINGS] = PushedFile(len(findings), hashlib.sha256(findings).hexdigest())
     return files
 
 
-def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progress, *, reads: bool) -> int:
+def _send(
+    store: ObjectFolder,
+    folder: Path,
+    pointer: Pointer,
+    findings: bytes | None,
+    progress: Progress,
+    *,
+    reads: bool,
+) -> int:
     """Send the files that are not there. Returns their number. reads: compare bytes, and not only sizes."""
     there = {stored.name: stored.bytes for stored in store.list(pointer.id)}
     missing = []
@@ -183,7 +205,8 @@ def _send(store: ObjectFolder, folder: Path, pointer: Pointer, progress: Progres
         progress("checking objects", done, len(pointer.files))
     for done, name in enumerate(missing, 1):
         file = pointer.files[name]
-        parts = _unchanged(folder / name, file)
+        parts: Iterable[bytes]
+        parts = [findings] if name == _FINDINGS and findings is not None else _unchanged(folder / name, file)
         # A small file is one request, and parts are three or more.
         store.put(pointer.object_name(file), b"".join(parts) if file.bytes <= RANGE_BYTES else parts)
         progress("sending files", done, len(missing))

@@ -131,15 +131,20 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
     def digest(path, real=remote_module.file_digest):
         found = real(path)
         if path.name == "manifest.json":
-            (root / "projector.safetensors").touch()
+            (root / changed).write_bytes((root / changed).read_bytes() + more)
         return found
 
+    (root / "tightened.json").write_bytes(b"{}")
     with monkeypatch.context() as patched:
         patched.setattr(remote_module, "file_digest", digest)
+        changed, more = "projector.safetensors", b""
         with pytest.raises(OSError, match="changed while it was read; push"):
             pushed(root, url)
-    assert not (tmp_path / "store" / POINTER).exists()
-    assert "files sent" in pushed(root, url)
+        assert not (tmp_path / "store" / POINTER).exists()
+        # A server that verifies hits writes what it finds out at any time.
+        changed, more = "tightened.json", b" "
+        assert "files sent" in pushed(root, url)
+    assert "1 of" in pushed(root, url)
 
 
 @pytest.mark.parametrize(
