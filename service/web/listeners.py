@@ -36,6 +36,36 @@ BACKLOG = 2048
 _UNIX_SOCKET_MODE = 0o660
 
 
+class Certificate:
+    """The certificate chain and key of a server, read from files, and again when the files are replaced."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        """Raises InvalidSettings, which names the file and what is wrong with it."""
+        self._cert, self._key = cert, key
+        self.context = self._read()  # for new connections
+
+    def read_again(self) -> None:
+        """Use the files as they are now. Raises InvalidSettings, and changes nothing then."""
+        self.context = self._read()
+
+    def _read(self) -> ssl.SSLContext:
+        for option, path in (("tls_cert", self._cert), ("tls_key", self._key)):
+            _refuse_unreadable(option, path)
+        # A new context each time, because a context keeps one certificate for each kind of key (RSA, ECDSA).
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self._cert, self._key, password="")
+        except ssl.SSLError as error:
+            raise InvalidSettings(_what_is_wrong(error, self._cert, self._key), field="tls_cert") from error
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            message = f"--tls-cert {self._cert} cannot be read: {reason}"
+            raise InvalidSettings(message, field="tls_cert") from error
+        return context
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Listener:
     """A socket that listens."""
@@ -43,7 +73,7 @@ class Listener:
     name: ListenerName
     socket: socket.socket
     url: str
-    tls: ssl.SSLContext | None = None
+    certificate: Certificate | None = None  # None: HTTP without TLS
     unix_socket: Path | None = None
 
     def close(self) -> None:
@@ -60,14 +90,15 @@ def open_listeners(settings: Settings) -> list[Listener]:
 
     Raises AddressUnavailable, and InvalidSettings if certificate and key cannot be used.
     """
-    tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
+    cert, key = settings.tls_cert, settings.tls_key
+    certificate = Certificate(cert, key) if cert and key else None
     if settings.unix_socket is not None:
         path = settings.unix_socket
         listeners = [Listener("public", bind_unix(path), f"unix:{path}", unix_socket=path)]
     else:
-        listeners = [_tcp("public", settings.host, settings.port, tls)]
+        listeners = [_tcp("public", settings.host, settings.port, certificate)]
     if settings.admin_port is not None:
-        listeners.append(_tcp("admin", settings.admin_host, settings.admin_port, tls))
+        listeners.append(_tcp("admin", settings.admin_host, settings.admin_port, certificate))
     return listeners
 
 
@@ -111,40 +142,9 @@ def bind_unix(path: Path) -> socket.socket:
     return listener
 
 
-def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Return the TLS context of a certificate chain and its key.
-
-    Raises InvalidSettings, which names the file and what is wrong with it.
-    """
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    load_certificate(context, cert, key)
-    return context
-
-
-def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Use this certificate and key for new connections. Raises InvalidSettings and then changes nothing."""
-    for option, path in (("tls_cert", cert), ("tls_key", key)):
-        _refuse_unreadable(option, path)
-    # A context that failed to load a pair may hold half of the pair, so another context tries first.
-    for tried in (ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), context):
-        try:
-            # Without a password, OpenSSL would ask for one on the terminal.
-            tried.load_cert_chain(cert, key, password="")
-        except ssl.SSLError as error:
-            raise InvalidSettings(_what_is_wrong(error, cert, key), field="tls_cert") from error
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise InvalidSettings(f"--tls-cert {cert} cannot be read: {reason}", field="tls_cert") from error
-
-
-def read_certificate_again(settings: Settings, listeners: Sequence[Listener]) -> None:
-    """Use the files of the settings for new connections of the listeners. Raises as load_certificate."""
-    assert settings.tls_cert is not None
-    assert settings.tls_key is not None
-    # All listeners have the same context.
-    context = next(listener.tls for listener in listeners if listener.tls)
-    load_certificate(context, settings.tls_cert, settings.tls_key)
+def certificate_of(listeners: Sequence[Listener]) -> Certificate | None:
+    """Return the certificate, which all listeners of TCP share."""
+    return next((listener.certificate for listener in listeners if listener.certificate), None)
 
 
 def is_for_operators(path: str) -> bool:
@@ -157,11 +157,11 @@ def is_among(path: str, paths: Sequence[str]) -> bool:
     return any(path == known or path.startswith(f"{known}/") for known in paths)
 
 
-def _tcp(name: ListenerName, host: str, port: int, tls: ssl.SSLContext | None) -> Listener:
+def _tcp(name: ListenerName, host: str, port: int, certificate: Certificate | None) -> Listener:
     listener = bind(host, port)
     shown = f"[{host}]" if ":" in host else host
-    url = f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
-    return Listener(name, listener, url, tls)
+    url = f"{'https' if certificate else 'http'}://{shown}:{listener.getsockname()[1]}"
+    return Listener(name, listener, url, certificate)
 
 
 def _is_left_over(path: Path) -> bool:
@@ -190,7 +190,8 @@ def _refuse_unreadable(option: str, path: Path) -> None:
 
 
 def _what_is_wrong(error: ssl.SSLError, cert: Path, key: Path) -> str:
-    if error.reason == "KEY_VALUES_MISMATCH":
+    # The second one, if the key is of another kind than the certificate's.
+    if error.reason in ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
         return (
             f"--tls-key {key} is not the key of --tls-cert {cert}, in which the certificate of the server "
             "itself must come first"

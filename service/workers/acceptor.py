@@ -105,7 +105,8 @@ class Acceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, client: socket.socket) -> None:
-        tls = self._listener.tls
+        certificate = self._listener.certificate
+        tls = certificate.context if certificate else None
         # A client that leaves, or does not finish its handshake, is no error of the server.
         with contextlib.suppress(OSError, TimeoutError):
             handshake_seconds = self._handshake_seconds if tls else None

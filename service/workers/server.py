@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from types import FrameType
 from typing import cast
 
@@ -34,7 +33,7 @@ from service.settings import Settings
 from service.state import Loaded, Pause, ServiceState
 from service.upkeep.group import Worker
 from service.web.connection import Connection, Connections
-from service.web.listeners import Listener, read_certificate_again
+from service.web.listeners import Listener, certificate_of
 from service.workers.acceptor import Acceptor
 
 logger = logging.getLogger(__name__)
@@ -151,13 +150,12 @@ class Server(uvicorn.Server):
         self._checked_at = 0.0
         self._hangup = False
         self._guard: threading.Timer | None = None  # from the first signal on
-        if settings.tls_cert:
-            reload = partial(read_certificate_again, settings, listeners)
-            state.reloads.append(reload)
+        if certificate := certificate_of(listeners):
+            state.reloads.append(certificate.read_again)
             if not is_alone:
                 # The supervisor has read the files when it began, and perhaps they were replaced since.
                 try:
-                    reload()
+                    certificate.read_again()
                 except AttnCacheError as error:
                     logger.error("%s; the worker begins with the certificate of the supervisor", error)
 

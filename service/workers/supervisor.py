@@ -50,7 +50,7 @@ from service.observability.metrics import count_for_all_workers
 from service.settings import Settings
 from service.state import Loaded
 from service.upkeep.group import Worker
-from service.web.listeners import Listener, read_certificate_again
+from service.web.listeners import Listener, certificate_of
 from service.workers.server import run_server
 from service.workers.shares import share_of, worker_count
 
@@ -174,9 +174,9 @@ class Supervisor:
 
     def _read_certificate(self) -> None:
         """Have the newest certificate for workers that begin later. Running workers log what is wrong."""
-        if self._settings.tls_cert:
+        if certificate := certificate_of(self._listeners):
             with suppress(AttnCacheError):
-                read_certificate_again(self._settings, self._listeners)
+                certificate.read_again()
 
     def _finish(self, delay: float) -> None:
         """Let all workers serve on for so many seconds, finish what they have received, and end."""

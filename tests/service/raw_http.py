@@ -90,7 +90,7 @@ def served(engine=None, **settings):
     thread.start()
     running = Served(engine, server, addresses)
     try:
-        if not any(listener.tls for listener in listeners):
+        if not any(listener.certificate for listener in listeners):
             wait_until(lambda: running.ask(HEALTH.replace(b"/health", b"/ready")).status == 200)
         yield running
     finally:
@@ -111,14 +111,20 @@ def serving_model(folder, key_values=None, **settings):
         yield server.url
 
 
-def make_certificate(folder, name, address="IP:127.0.0.1"):
-    """Write NAME.pem, a certificate for this address, and NAME.key. Skips the test without openssl."""
+_ECDSA = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def make_certificate(folder, name, address="IP:127.0.0.1", kind=_ECDSA):
+    """Write NAME.pem, a certificate for this address, and NAME.key. Skips the test without openssl.
+
+    kind: of the key, as openssl's -newkey takes it.
+    """
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed, which makes certificates")
     files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem", "-days", "3650", "-nodes"]
     names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={address}"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    made = ["openssl", "req", "-x509", "-newkey", *kind, *files, *names]
+    subprocess.run(made, check=True, capture_output=True)
 
 
 def wait_until(holds):

@@ -22,11 +22,11 @@ from service.settings import Settings
 from service.web.listeners import (
     BACKLOG,
     OPERATORS_PATHS,
+    Certificate,
     Listener,
     bind,
     bind_unix,
     is_for_operators,
-    tls_context,
 )
 from service.workers.server import Server, reload_all
 from service.workers.supervisor import Supervisor
@@ -127,10 +127,10 @@ def test_paths_that_begin_alike_are_not_for_operators():
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """A folder with first.pem, first.key, second.pem, second.key and an encrypted.key of first.pem."""
+    """A folder: first.pem and .key (ECDSA), second.pem and .key (RSA), an encrypted.key of first.pem."""
     folder = tmp_path_factory.mktemp("certificates")
-    for name in ("first", "second"):
-        make_certificate(folder, name)
+    make_certificate(folder, "first")
+    make_certificate(folder, "second", kind=["rsa:2048"])
     encrypt = ["ec", "-in", folder / "first.key", "-out", folder / "encrypted.key", "-aes128"]
     subprocess.run(["openssl", *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
     return folder
@@ -183,17 +183,17 @@ def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, t
     )
     shutil.copy(certificates / "first.pem", cert)
     shutil.copy(certificates / "first.key", key)
-    settings, context = Settings(tls_cert=cert, tls_key=key), tls_context(cert, key)
+    settings, certificate = Settings(tls_cert=cert, tls_key=key), Certificate(cert, key)
     app = create_app(settings, lambda: iter([FakeEngine()]))
     with socket.socket() as unbound:
-        listener = Listener("public", unbound, "", context)
+        listener = Listener("public", unbound, "", certificate)
         shutil.copy(certificates / "second.pem", cert)
         Server(app, settings, [listener], is_alone=False)
         assert "is not the key of" in caplog.text  # half of the pair
-        assert served_certificate(context) == first
+        assert served_certificate(certificate.context) == first
         shutil.copy(certificates / "second.key", key)
         Server(app, settings, [listener], is_alone=False)
-        assert served_certificate(context) == second
+        assert served_certificate(certificate.context) == second
         # If the files are damaged by then, the certificate that the supervisor has read at the last SIGHUP.
         supervisor = Supervisor(settings, 1, None, [listener], tmp_path)
         shutil.copy(certificates / "first.pem", cert)
@@ -201,7 +201,7 @@ def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, t
             shutil.copy(certificates / f"{name}.key", key)
             supervisor._signals.append(signal.SIGHUP)
             supervisor._act_on_signals()
-            assert served_certificate(context) == first
+            assert served_certificate(certificate.context) == first
 
 
 def test_hangup_ends_no_server_under_nohup(monkeypatch):
@@ -247,7 +247,7 @@ def test_responses_over_tls_close_and_drain(certificates):
 )
 def test_certificate_that_cannot_be_used_is_refused_with_its_file(certificates, cert, key, says):
     with pytest.raises(InvalidSettings, match=says):
-        tls_context(certificates / cert, certificates / key)
+        Certificate(certificates / cert, certificates / key)
 
 
 # Browsers and compression.
