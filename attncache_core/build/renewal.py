@@ -9,8 +9,8 @@
       6 decide    publish the new generation, or remove it                       reuse.maps.publishing
 
 A renewal that is stopped goes on if it is started again with the same corpus, and one that had decided
-returns its decision. A renewal from the sample keeps its texts in the workspace for a day, and goes on with
-them.
+returns its decision if the options are the same too. A renewal from the sample keeps its texts in the
+workspace for a day, and goes on with them.
 """
 
 from __future__ import annotations
@@ -86,15 +86,17 @@ def renew_database(
     OSError. A renewal that fails changes nothing that serves, and a later one
     goes on with what was built.
     """
-    measured = {} if texts is None else {"corpus": _digest(texts)}
     with renewing(folder) as finished:
-        if finished is not None and measured and finished.measured.get("corpus") == measured["corpus"]:
-            return finished
         present = AttentionDatabase.open(folder)
         options = _options_like(present, synthetic_only or texts is None)
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         present.require_use(engine.checkpoint)
+        measured: dict[str, Any] = {}
+        if texts is not None:
+            measured["request"] = _digest([texts, min_gain, synthetic_only, str(engine.dtype)])
+            if finished is not None and _answers(finished, measured["request"], present):
+                return finished
         if texts is None:
             renewed_from = _Texts.of_sample(engine, _sampled(folder, engine, present), present)
         else:
@@ -113,6 +115,12 @@ def renew_database(
         result = Result.REFUSED if refused else Result.PUBLISHED
         number, reason = int(built.folder.name), refused or "it keeps the budget and saves more time"
         return _decided(folder, present, result, number, reason, measured)
+
+
+def _answers(finished: Renewal, request: str, present: AttentionDatabase) -> bool:
+    """Return whether a decision that was just finished is about this request, and was carried out."""
+    serves = finished.generation if finished.result is Result.PUBLISHED else finished.before
+    return finished.measured.get("request") == request and present.generation.number == serves
 
 
 @dataclass(frozen=True)

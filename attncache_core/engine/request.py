@@ -81,7 +81,7 @@ class PrefillPart:
         prefix_keys: Sequence[PrefixKey | None] | None = None,
         blends: Sequence[Blend | None] | None = None,
     ) -> PrefillPart:
-        """Return the part of these sequences. Raises TypeError if a token id is not a whole number."""
+        """Return the part of these sequences. Raises TypeError if a token id is no integer."""
         offsets = [0, *accumulate(map(len, sequences))]
         # NumPy alone would cut fractions off.
         ids = np.fromiter(map(operator.index, chain.from_iterable(sequences)), np.int64, offsets[-1])

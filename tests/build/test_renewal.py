@@ -144,7 +144,7 @@ def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_re
     for line in lines:
         kept = json.loads(line)
         assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
-        assert {*kept["measured"]} == {"corpus", "texts", "held_out", "near_duplicates", "present", "new"}
+        assert {*kept["measured"]} == {"request", "texts", "held_out", "near_duplicates", "present", "new"}
         assert not any(text in line for text in texts)
 
 
@@ -191,7 +191,7 @@ def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, mo
     renewed = renew_database(load, root, texts, min_gain=0.05)
     assert renewed.result is Result.NO_GAIN
     assert "--min-gain" in renewed.reason
-    assert {*renewed.measured} == {"corpus"}
+    assert {*renewed.measured} == {"request"}
     assert numbers(root) == [0]
     assert read_renewals(root) == (renewed,)
 
@@ -202,7 +202,7 @@ def test_stopped_renewal_goes_on_with_what_was_built(stopped, load, texts):
     assert AttentionDatabase.open(root).manifest.id == built
 
 
-def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_texts_alone(
+def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_texts_and_options_alone(
     stopped, load, texts, monkeypatch
 ):
     root, built = stopped
@@ -210,13 +210,20 @@ def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_tex
         patch.setattr(publishing, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             renew_database(load, root, texts, min_gain=0)
-    other = Path(shutil.copytree(root, root.with_name("other.db")))
+    other, synthetic, removed = (
+        Path(shutil.copytree(root, root.with_name(name)))
+        for name in ("other.db", "synthetic.db", "removed.db")
+    )
     decided = renew_database(load, root, texts, min_gain=0)
     assert (decided.result, decided.generation, numbers(root)) == (Result.PUBLISHED, 1, [0, 1])
     assert AttentionDatabase.open(root).manifest.id == built
     assert read_renewals(root) == (decided,)
     assert renew_database(load, other, texts[1:], min_gain=0).generation == 2
     assert len(read_renewals(other)) == 2
+    renew_database(load, synthetic, texts, min_gain=0, synthetic_only=True)
+    assert read_renewals(synthetic)[-1].generation == 2
+    shutil.rmtree(removed / ".renewal" / "000001")
+    assert renew_database(load, removed, texts, min_gain=0).generation == 2
 
 
 def test_renewal_from_a_sample_follows_a_rollback_that_was_killed(stopped_from_a_sample, load, tmp_path):
@@ -301,7 +308,7 @@ def test_database_is_renewed_from_a_sample_as_from_a_corpus_but_holds_no_sampled
     renewed = renew_database(load, root, min_gain=0)
     of_corpus = renew_database(load, another, texts, min_gain=0, synthetic_only=True)
     assert renewed.result is Result.PUBLISHED
-    of_corpus.measured.pop("corpus")
+    of_corpus.measured.pop("request")
     assert renewed.measured == of_corpus.measured
     database = AttentionDatabase.open(root)
     assert database.manifest.records == {}

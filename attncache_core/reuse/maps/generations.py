@@ -59,7 +59,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True)
 class Renewal:
-    """One line of renewals.jsonl. It holds figures, a digest of the whole corpus, and nothing of a text."""
+    """One line of renewals.jsonl. It holds figures, a digest of corpus and options, and nothing of a text."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

@@ -13,8 +13,8 @@ A decision is written first, and `settle` does what it says. Every step of `sett
     5  remove DIR/.renewal
 
 So DIR/current names a whole generation at every moment, there are never more than two generations, and the
-next renewal finishes a decision that was not done. Segments that a server has mapped stay readable after
-their files were removed.
+next renewal finishes a decision that was not done. A download drops the decision if the URL names another
+database by then. Segments that a server has mapped stay readable after their files were removed.
 """
 
 from __future__ import annotations
