@@ -132,6 +132,8 @@ class LinearClassifier:
             count = len(set(labels))
             if (len(labels), len(weight), weight.ndim, bias.shape) != (count, count, 2, (count,)):
                 raise ValueError("labels and weights differ in number, or two labels are equal")
+            if not (weight.dtype == bias.dtype == np.float32 and weight.size):
+                raise ValueError("weights of another type, or none")
             if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
                 raise ValueError("weights that are not finite")
             if description["weights"] != hashlib.sha256(content).hexdigest():
@@ -172,6 +174,8 @@ def nearest_label(
 
 def require_labels(labels: Sequence[str]) -> None:
     """Raise BuildFailed if the labels of texts have fewer than two classes, and InvalidInput for no label."""
+    if isinstance(labels, str):
+        raise InvalidInput("labels must be a list with one string for each text", field="labels")
     for label in dict.fromkeys(labels):
         if not (isinstance(label, str) and label and "\0" not in label and _is_unicode(label)):
             raise InvalidInput(

@@ -23,14 +23,20 @@ from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
 from service.routes.common import check_count, computed, json_response, named
-from service.routes.inference_route import ERRORS, documented_body, documented_parameter
+from service.routes.inference_route import (
+    ANSWERED_BY,
+    ERRORS,
+    FOR_ADMINS,
+    documented_body,
+    documented_parameter,
+)
 from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
 from service.web.call import Call, Client, CurrentCall, number
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(prefix="/cache")
+router = APIRouter(prefix="/cache", responses={**ANSWERED_BY, **FOR_ADMINS})
 
 Done = TypeVar("Done", bound=BaseModel)
 

@@ -21,12 +21,12 @@ from attncache_core.engine.explain_blend import explain_blend
 from attncache_core.heads.comparator import Measure
 from service.batching import sources
 from service.routes.common import computed, json_response, named
-from service.routes.inference_route import ERRORS, documented_body
+from service.routes.inference_route import ANSWERED_BY, ERRORS, FOR_ADMINS, documented_body
 from service.schemas import Body, Name, Text, Texts
 from service.state import Serving
 from service.web.call import CurrentCall
 
-router = APIRouter()
+router = APIRouter(responses={**ANSWERED_BY, **FOR_ADMINS})
 
 # An explanation of a longer text would keep a processor from the requests of clients for too long.
 _MAX_TOKENS = 512

@@ -19,7 +19,7 @@ from attncache_core import PrefillEngine
 from attncache_core.engine.info import EngineInfo
 from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
-from service.routes.inference_route import ERRORS
+from service.routes.inference_route import ERRORS, FOR_ADMINS
 from service.routes.openai.models import served_name
 from service.settings import Settings
 from service.upkeep.watchdog import Condition
@@ -122,7 +122,7 @@ async def ready(call: CurrentCall) -> Ready:
     return Ready()
 
 
-@router.get("/info", response_model=dict[str, Any], responses=_NOT_READY)
+@router.get("/info", response_model=dict[str, Any], responses={**_NOT_READY, 401: ERRORS[401]})
 async def info(call: CurrentCall) -> Response:
     """Describe the model, its classes and limits, the database, and the settings that concern clients."""
     state = call.state
@@ -141,7 +141,11 @@ async def info(call: CurrentCall) -> Response:
     return Response(dumped, media_type="application/json")
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}, **FOR_ADMINS},
+)
 async def metrics(call: CurrentCall) -> Response:
     """Return all metrics in Prometheus' text format, or the metrics that `name[]` names, which may repeat."""
     state, names = call.state, call.query_params.getlist("name[]")

@@ -111,6 +111,15 @@ class Api(NamedTuple):
 
 
 OURS = Api("AttnCache", ERRORS)
+# Of a route that is about all clients.
+FOR_ADMINS: dict[int | str, dict[str, Any]] = {
+    401: ERRORS[401],
+    403: {"model": ErrorBody, "description": "The API key of the request has not the word `admin`."},
+}
+# Of a route without ANSWER_HEADERS that asks the model.
+ANSWERED_BY: dict[int | str, dict[str, Any]] = {
+    200: {"headers": {MODEL_HEADER: ANSWER_HEADERS[MODEL_HEADER]}},
+}
 
 
 class InferenceRoute(APIRoute):
@@ -146,7 +155,10 @@ class InferenceRoute(APIRoute):
             description=handle.__doc__,
             tags=[api.tag],
             response_model=response,
-            responses={200: {"headers": ANSWER_HEADERS if reuses else {}, "description": says}, **api.errors},
+            responses={
+                200: {**({"headers": ANSWER_HEADERS} if reuses else ANSWERED_BY[200]), "description": says},
+                **api.errors,
+            },
             openapi_extra={
                 **documented_body(body),
                 "parameters": _PARAMETERS if reuses else _PARAMETERS[1:],

@@ -94,6 +94,8 @@ def test_labels_that_could_not_be_loaded_are_refused(second):
     assert refused.value.field == "labels"
     with pytest.raises(InvalidInput, match="2 labels do not fit"):
         fit_classifier(embeddings, ["x", "y"], fingerprint="", model="m")
+    with pytest.raises(InvalidInput, match="labels must be a list"):
+        fit_classifier(embeddings, "ab" * half, fingerprint="", model="m")
 
 
 def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_checkpoint):
@@ -158,9 +160,17 @@ def test_classifier_of_the_version_before_has_no_digest_and_is_read_behind_a_byt
     assert LinearClassifier.load(tmp_path).digest() == fitted().digest()
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (2,), ()])
-def test_bias_of_another_shape_is_refused(tmp_path, shape):
-    replace(fitted(), bias=np.zeros(shape, np.float32)).save(tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"bias": np.zeros(shape, np.float32)} for shape in ((3, 1), (2,), ())),
+        {"bias": np.zeros(3)},
+        {"weight": np.zeros((3, DIMENSIONS), np.float16)},
+        {"weight": np.zeros((3, 0), np.float32)},
+    ],
+)
+def test_weights_of_another_shape_or_type_are_refused(tmp_path, changes):
+    replace(fitted(), **changes).save(tmp_path)
     with pytest.raises(DatabaseRefused, match="cannot be read"):
         LinearClassifier.load(tmp_path)
 

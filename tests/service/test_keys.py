@@ -390,12 +390,17 @@ def ask(client, key, text="a", **body):
     return client.post("/embed", json=body, headers=bearer(key))
 
 
+def documented(client):
+    """The statuses of each documented route, by method and path."""
+    paths = client._transport.app.openapi()["paths"].items()
+    return {(method, path): {*at["responses"]} for path, methods in paths for method, at in methods.items()}
+
+
 @pytest.mark.parametrize("admin", [False, True])
 async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
     async with serving(api_keys=file, admin=admin) as client:
-        app = client._transport.app
-        paths = {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
-        paths |= {("get", path) for path in ("/docs", "/openapi.json", "/nowhere", "/embed/")}
+        routes = documented(client)
+        paths = {*routes} | {("get", path) for path in ("/docs", "/openapi.json", "/nowhere", "/embed/")}
         paths |= {("options", "/embed"), ("post", "/"), ("delete", "/cache")}
         is_open = {}
         for method, path in paths:
@@ -404,8 +409,13 @@ async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
             if response.status_code == 401:
                 assert response.headers["WWW-Authenticate"] == 'Bearer realm="attncache"'
                 assert response.headers["X-Request-Id"]
-        assert {path for path, opened in is_open.items() if opened} == {("get", "/health"), ("get", "/ready")}
+        opened = {path for path, is_opened in is_open.items() if is_opened}
+        assert opened == {("get", "/health"), ("get", "/ready")}
+        assert opened == {path for path, statuses in routes.items() if "401" not in statuses}
         assert (await client.get("/")).status_code != 401
+        for (method, path), statuses in routes.items():
+            response = await client.request(method, path, headers=bearer(ONE))
+            assert (response.status_code == 403) == ("403" in statuses)
 
 
 async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file):

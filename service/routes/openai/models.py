@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 
 from service.errors import UnknownModel
 from service.routes.common import json_response
+from service.routes.inference_route import ANSWERED_BY
 from service.routes.openai.schemas import OPENAI, Model, Models
 from service.settings import Settings
 from service.web.call import Call, CurrentCall
@@ -22,7 +23,10 @@ _ANY = "*"
 # Says for itself that the client means whatever model the server has.
 _DEFAULT = "default"
 _STARTED = int(time.time())
-_ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI.errors[503]}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    **ANSWERED_BY,
+    **{status: OPENAI.errors[status] for status in (400, 401, 409, 503)},
+}
 
 
 def served_name(settings: Settings) -> str:
@@ -41,13 +45,13 @@ def check_model_name(name: str | None, settings: Settings) -> None:
         )
 
 
-@router.get("/models", response_model=Models, responses=_ERRORS)
+@router.get("/models", response_model=Models, responses=_RESPONSES)
 async def list_models(call: CurrentCall) -> Response:
     """Return a list with the model that this server serves."""
     return json_response({"object": "list", "data": [_described(call)]})
 
 
-@router.get("/models/{model:path}", response_model=Model, responses={**_ERRORS, 404: OPENAI.errors[404]})
+@router.get("/models/{model:path}", response_model=Model, responses={**_RESPONSES, 404: OPENAI.errors[404]})
 async def retrieve_model(call: CurrentCall, model: str) -> Response:
     """Return the model, by any name that requests may give."""
     check_model_name(model, call.state.settings)
