@@ -84,9 +84,10 @@ arm: .venv/installed-with-test
 image:
 	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh $(if $(PLATFORM),--platform $(PLATFORM))
 
-# Builds the image with buildah and runs it, as root, in about ten minutes.
+# Builds the image with buildah and runs it, as root, in about ten minutes. Needs Debian's packages buildah,
+# debootstrap and runc; without them, the tests are skipped.
 image-test: .venv/installed-with-test
-	.venv/bin/pytest -m image
+	.venv/bin/pytest -m image -rs
 
 # Writes the versions and hashes that the image installs on each platform; constraints.txt chooses the versions.
 # The build tools are the same on both: their hashes are those of all files of a version.
