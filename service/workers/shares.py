@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from attncache_core.runtime.memory import available_memory
 from attncache_core.runtime.threads import available_processors
 from service.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 # See workers_for.
 _PROCESSORS_PER_LOOP = 8
@@ -24,7 +27,7 @@ def workers_for(processors: int) -> int:
 
 def worker_count(settings: Settings) -> int:
     """Return the number of workers that these settings ask for."""
-    return workers_for(_processors(settings)) if settings.workers == "auto" else settings.workers
+    return workers_for(_threads(settings)) if settings.workers == "auto" else settings.workers
 
 
 def share_of(settings: Settings, count: int) -> Settings:
@@ -33,10 +36,14 @@ def share_of(settings: Settings, count: int) -> Settings:
     Threads, connections and bytes are divided. The limits of a request, a batch and a queue stay as
     they are: a queue bounds how long a request waits, and each worker has a queue of its own.
     """
-    shares: dict[str, Any] = {"workers": count}
+    threads = _threads(settings)
+    if threads < (settings.threads or 0):
+        warning = "%d threads compute, not %d as in --threads: one per processor"
+        logger.warning(warning, threads, settings.threads)
+    shares: dict[str, Any] = {"workers": count, "threads": settings.threads and threads}
     if count > 1:
         shares |= {
-            "threads": max(1, _processors(settings) // count),
+            "threads": max(1, threads // count),
             "max_connections": _divided(settings.max_connections, count),
             "result_memory_bytes": settings.result_memory_bytes // count,
             # A request of the greatest size is always accepted if nothing else is answered.
@@ -50,8 +57,14 @@ def share_of(settings: Settings, count: int) -> Settings:
     return settings.model_copy(update=shares)
 
 
-def _processors(settings: Settings) -> int:
-    return settings.threads or available_processors()
+def _threads(settings: Settings) -> int:
+    """Return the threads of all workers together.
+
+    More threads than processors would wait for each other at every layer, so that batches take many times as
+    long.
+    """
+    processors = available_processors()
+    return min(settings.threads or processors, processors)
 
 
 def _key_value_bytes(settings: Settings) -> int:

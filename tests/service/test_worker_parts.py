@@ -18,6 +18,7 @@ from service.settings import Settings, read_settings
 from service.store import LocalStore
 from service.upkeep.group import Group, Worker
 from service.web.listeners import Listener, bind
+from service.workers import shares
 from service.workers.acceptor import Acceptor
 from service.workers.shares import share_of, worker_count, workers_for
 from service.workers.supervisor import serve_with_workers
@@ -25,13 +26,22 @@ from service.workers.supervisor import serve_with_workers
 # How many workers, and what each of them may use.
 
 
+@pytest.fixture
+def sixteen_processors(monkeypatch):
+    monkeypatch.setattr(shares, "available_processors", lambda: 16)
+
+
+@pytest.mark.usefixtures("sixteen_processors")
 def test_auto_is_one_worker_for_8_processors():
     assert [workers_for(processors) for processors in (1, 2, 8, 15, 16, 64)] == [1, 1, 1, 1, 2, 8]
-    assert worker_count(read_settings({"workers": "auto", "threads": 16})) == 2
+    assert worker_count(read_settings({"workers": "auto"})) == 2
+    assert worker_count(read_settings({"workers": "auto", "threads": 8})) == 1
+    assert worker_count(read_settings({"workers": "auto", "threads": 64})) == 2
     assert worker_count(read_settings({"workers": "3"})) == 3
 
 
-def test_workers_share_threads_connections_and_bytes():
+@pytest.mark.usefixtures("sixteen_processors")
+def test_workers_share_threads_connections_and_bytes(caplog):
     settings = Settings(threads=8, kv_memory_bytes=900, result_memory_bytes=90, max_connections=100)
     share = share_of(settings, 3)
     assert (share.workers, share.threads, share.kv_memory_bytes, share.result_memory_bytes) == (3, 2, 300, 30)
@@ -43,6 +53,10 @@ def test_workers_share_threads_connections_and_bytes():
     assert share_of(Settings(max_inflight_bytes=3 * 2**20), 3).max_inflight_bytes == 2 * 2**20
     assert share_of(Settings(kv=False), 2).kv_memory_bytes is None
     assert share_of(Settings(), 1) == share_of(Settings(workers="auto"), 1) == Settings()
+    assert share_of(Settings(threads=16), 1).threads == 16
+    assert not caplog.messages
+    assert [share_of(Settings(threads=999), count).threads for count in (1, 2)] == [16, 8]
+    assert caplog.messages == ["16 threads compute, not 999 as in --threads: one per processor"] * 2
 
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
