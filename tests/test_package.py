@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import versions
 
 import attncache_core
 from attncache_core import errors
@@ -192,3 +193,23 @@ def test_packages_whose_private_names_are_used_have_an_upper_bound_and_are_liste
     assert used == {"torch", "uvicorn", "valkey"}  # the table in docs/design.md says where and why
     for package in used:
         assert "<" in ranges[package], f"{package} has no upper bound"
+
+
+def test_copies_that_other_processors_test_hold_all_that_is_imported(tmp_path, monkeypatch):
+    """`make arm` tests copies of parts of the repository."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "native")
+    import arm
+
+    assert {"tests", *(path.parent.name for path in ROOT.glob("*/__init__.py"))} <= {*arm.WHOLE}
+    monkeypatch.setattr(arm, "FOLDER", tmp_path)
+    (tmp_path / "libraries").mkdir()
+    copy = arm.copied_native()
+    command = [sys.executable, "-m", "pytest", "--collect-only", *arm.KERNELS]
+    variables = {**os.environ, "PYTHONPATH": str(copy)}
+    found = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stdout
+
+
+def test_range_of_uvicorn_has_an_oldest_and_a_newest_version():
+    """`make versions` tests both."""
+    assert re.fullmatch(r">=[\d.]+,<[\d.]+", versions.uvicorn_range())

@@ -21,7 +21,7 @@ def uvicorn_range() -> str:
     """Return the versions of uvicorn that pyproject.toml admits."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     [found] = [line for line in project["dependencies"] if line.startswith("uvicorn")]
-    return found.partition("]")[2]
+    return found.removeprefix("uvicorn")
 
 
 def run(name: str, versions: str) -> int:

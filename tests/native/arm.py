@@ -32,19 +32,23 @@ TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "setu
 # What the native code and its tests consist of.
 NATIVE = (
     "attncache_core/native",
+    "attncache_core/heads/running.py",
     "attncache_core/models/prepacked.py",
+    "attncache_core/text/prefix_tree.py",
     "tests/native",
     "setup.py",
     "pyproject.toml",
 )
-WHOLE = ("attncache_core", "service", "tests", "setup.py", "pyproject.toml")
+WHOLE = ("attncache_core", "service", "benchmarks", "tests", "setup.py", "pyproject.toml")
 FEW_EXAMPLES = """
 from hypothesis import settings
 
 settings.register_profile("emulated", deadline=None, derandomize=True, database=None, max_examples=5)
 settings.load_profile("emulated")
 """
-LEVELS = "tests/native/test_levels.py"
+# What needs the whole package.
+LEVELS, LARGE_PAGES = "tests/native/test_levels.py", "tests/native/test_large_pages.py"
+KERNELS = ("tests/native", "--ignore", LEVELS, "--ignore", LARGE_PAGES)
 # qemu-user stops with an assertion of its own when the fork of a process with threads starts a thread.
 FORKS = "tests/native/test_stack.py::test_process_survives_forks_and_helpers_that_lose_their_processor"
 # torch's products of bfloat16 without oneDNN's kernels take 25 minutes, emulated.
@@ -119,6 +123,13 @@ def copied(name: str, parts: tuple[str, ...]) -> Path:
     return copy
 
 
+def copied_native() -> Path:
+    """Copy the native code and its tests."""
+    copy = copied("native", NATIVE)
+    (copy / "tests" / "conftest.py").write_text(FEW_EXAMPLES, encoding="utf-8")
+    return copy
+
+
 def libraries() -> list[Path]:
     return sorted((FOLDER / "libraries").iterdir())
 
@@ -149,10 +160,8 @@ def run_tests(arguments: list[str]) -> int:
     whole = copied("whole", WHOLE)
     if arguments:
         return started(whole, *arguments).wait()
-    native = copied("native", NATIVE)
-    (native / "tests" / "conftest.py").write_text(FEW_EXAMPLES, encoding="utf-8")
-    kernels = started(native, "tests/native", "--ignore", LEVELS, "--deselect", FORKS)
-    running = [kernels, started(whole, LEVELS, "-k", SLOW)]
+    kernels = started(copied_native(), *KERNELS, "--deselect", FORKS)
+    running = [kernels, started(whole, LEVELS, LARGE_PAGES, "-k", SLOW)]
     return max(process.wait() for process in running)
 
 
