@@ -36,7 +36,8 @@ def read_rows(
     """Yield the values of `columns` for each row of a file.
 
     path: a file name, or "-" for standard input.
-    file_format: one of FORMATS; by default the ending of the file name, and "txt" for standard input.
+    file_format: one of FORMATS; by default the ending of the file name, and "txt" for standard input, which
+    is then refused if it begins like a table or JSON Lines.
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
@@ -50,10 +51,11 @@ def numbered_rows(
     path: str, columns: tuple[str, ...], file_format: str | None = None
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield each row of read_rows with the number of its last line. Raises InvalidInput as read_rows does."""
-    file_format = format_of(path, file_format)
+    known = format_of(path, file_format)
     try:
         with _open(path) as file:
-            yield from parse_rows(file, path, columns, file_format)
+            rows = parse_rows(file, path, columns, known)
+            yield from _plain(rows, columns) if path == "-" and file_format is None else rows
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
 
@@ -122,6 +124,23 @@ def require_one_column(path: Path | str, column: str, header: Sequence[str]) -> 
         raise InvalidInput(
             f"{path} has {count} columns {column!r}; rename all but one of them", field="column"
         )
+
+
+def _plain(
+    rows: Iterator[tuple[int, tuple[str, ...]]], columns: tuple[str, ...]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the lines of standard input. Raises InvalidInput if the first one has a tab, a header or JSON."""
+    for number, (line,) in rows:
+        fields = line.split(",")
+        if number == 1 and (
+            "\t" in line or line.startswith("{") or (len(fields) > 1 and columns[0] in fields)
+        ):
+            raise InvalidInput(
+                "standard input (-) begins like a table or JSON Lines, and would be read as lines of text; "
+                "say what it is by --format, or give a file whose name ends in .tsv, .csv or .jsonl",
+                field="corpus",
+            )
+        yield number, (line,)
 
 
 def _rows(

@@ -268,6 +268,13 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input):
     assert texts("-", "query", file_format="jsonl") == ["hello"]
     standard_input(b"caf\xe9\n")
     assert "not UTF-8" in str(refusal("-"))
+    for first in (b"label\ttext", b"label,text", b'{"text": "hello"}'):
+        standard_input(first + b"\nhello\n")
+        assert "say what it is by --format" in str(refusal("-"))
+        standard_input(first + b"\nhello\n")
+        assert texts("-", file_format="txt") == [first.decode(), "hello"]
+    standard_input(b"hello, text\na\ttab\n")
+    assert texts("-") == ["hello, text", "a\ttab"]
 
 
 @pytest.mark.parametrize("label", ["", " x", "x ", " "])
