@@ -125,10 +125,10 @@ class LinearClassifier:
                 )
             labels, weight, bias = description["labels"], weights["weight"], weights["bias"]
             model, fingerprint, fitted = (description[name] for name in ("model", "fingerprint", "fitted"))
-            if not all(isinstance(name, str) for name in (*labels, model, fingerprint)):
-                raise ValueError("labels or names that are no strings")
-            if not (isinstance(labels, list) and all(labels) and isinstance(fitted, dict)):
-                raise ValueError("no list of labels, an empty label, or no summary of the fit")
+            if not all(isinstance(name, str) for name in (model, fingerprint)):
+                raise ValueError("names that are no strings")
+            if not (isinstance(labels, list) and all(map(_is_label, labels)) and isinstance(fitted, dict)):
+                raise ValueError("no list of labels, a label that no text can have, or no summary of the fit")
             count = len(set(labels))
             if (len(labels), len(weight), weight.ndim, bias.shape) != (count, count, 2, (count,)):
                 raise ValueError("labels and weights differ in number, or two labels are equal")
@@ -177,7 +177,7 @@ def require_labels(labels: Sequence[str]) -> None:
     if isinstance(labels, str):
         raise InvalidInput("labels must be a list with one string for each text", field="labels")
     for label in dict.fromkeys(labels):
-        if not (isinstance(label, str) and label and "\0" not in label and _is_unicode(label)):
+        if not _is_label(label):
             raise InvalidInput(
                 "labels must be strings that are not empty, of Unicode characters other than null; write a "
                 "number as a string",
@@ -187,9 +187,11 @@ def require_labels(labels: Sequence[str]) -> None:
         raise BuildFailed("a classifier needs texts of at least two labels", field="data")
 
 
-def _is_unicode(text: str) -> bool:
+def _is_label(label: Any) -> bool:
+    if not (isinstance(label, str) and label and "\0" not in label):
+        return False
     try:
-        text.encode()
+        label.encode()
     except UnicodeEncodeError:
         return False
     return True

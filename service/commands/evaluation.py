@@ -258,6 +258,13 @@ class Evaluation:
                 )
             self._build(folder, [texts[index] for index in kept])
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
+        opened.require_classifier(self.full.classifier)
+        if self.full.decisions.labels is None and opened.manifest.policy.budget.measure is Measure.AGREEMENT:
+            raise InvalidInput(
+                f"database {folder} keeps a budget of decisions, so a server computes embeddings in full; "
+                "give --classifier, or calibrate the database anew",
+                field="database",
+            )
         database, excluded = opened.without(evaluated)
         for sentence in overlap(opened, evaluated, excluded):
             click.echo(sentence)

@@ -133,7 +133,10 @@ def test_classifier_that_cannot_be_read_is_refused(tmp_path, name, content):
     [
         *(
             {"labels": labels}
-            for labels in (["one"], ["a", "b", "b"], ["a", "b", ""], [1, 2, 3], "abc", [[1]] * 3)
+            for labels in (
+                *(["one"], ["a", "b", "b"], ["a", "b", ""], [1, 2, 3], "abc", [[1]] * 3),
+                *(["a", "b", "c\0"], ["a", "b", "\ud83d"]),
+            )
         ),
         *(
             {"model": None},

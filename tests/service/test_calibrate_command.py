@@ -184,6 +184,16 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     with pytest.raises(DatabaseRefused, match="only with the classifier") as refused:
         replace(engine, classifier=replace(same, weight=-same.weight))
     assert refused.value.field == "classifier"
+    # What a server would not do is not evaluated either.
+    replace(same, weight=-same.weight).save(tmp_path / "other")
+    evaluate = (*model_arguments(tiny_checkpoint), "--database", database, "--data", files / "texts.txt")
+    for options, *words in (
+        (("--classifier", classifier),),
+        (("--classifier", tmp_path / "other"), "only with the classifier"),
+        ((), "keeps a budget of decisions", "give --classifier"),
+    ):
+        result = run("evaluate", "agreement", *evaluate, "--rounds", "1", *options)
+        assert_one_line(result, *words) if words else succeeded(result)
     # A budget for embeddings needs no classifier.
     succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-text-cosine", "0"))
     assert AttentionDatabase.open(database).decisions is None
