@@ -84,7 +84,7 @@ def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names
         (
             classifier_engine,
             ["card", "secret", "x", "secret"],
-            "2 labels of the texts are none of the model's 3",
+            "2 labels of the texts are none of the model's 3 classes, the first one that of text 2",
         ),
         (tiny_engine, ["secret"], "none of the model's 0 classes"),
     ):

@@ -141,7 +141,7 @@ async def test_second_explanation_finds_the_result_of_the_first_and_a_longer_tex
 
 async def test_wrong_bodies_are_refused(engine):
     async with serving(engine, admin=True) as client:
-        for body in ({"input": ""}, {"input": 7}, {"inputs": "a"}, {}):
+        for body in ({"input": ""}, {"input": 7}, {"inputs": "a"}, {}, {"input": "a", "query": "b"}):
             assert (await client.post("/explain", json=body)).status_code == 400, body
 
 
