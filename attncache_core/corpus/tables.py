@@ -12,6 +12,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -23,6 +24,7 @@ FORMATS = ("txt", "tsv", "csv", "jsonl")
 # Longer fields are rather a quote that is not closed, which would read the rest of the file into memory.
 _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
+_MAX_HEADER = 10_000  # characters
 _COMPLETE = "complete the row, or take the line break out of its text"
 # A field of a csv file that is quoted as a whole.
 _QUOTED = re.compile('"(?:[^"]|"")*"')
@@ -130,17 +132,16 @@ def _plain(
     rows: Iterator[tuple[int, tuple[str, ...]]], columns: tuple[str, ...]
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the lines of standard input. Raises InvalidInput if the first one has a tab, a header or JSON."""
-    for number, (line,) in rows:
-        fields = line.split(",")
-        if number == 1 and (
-            "\t" in line or line.startswith("{") or (len(fields) > 1 and columns[0] in fields)
-        ):
+    for number, (line,) in islice(rows, 1):
+        header = next(csv.reader([line[:_MAX_HEADER]]))
+        if "\t" in line or columns[0] in header or line.lstrip().startswith(("{", "[{")):
             raise InvalidInput(
                 "standard input (-) begins like a table or JSON Lines, and would be read as lines of text; "
-                "say what it is by --format, or give a file whose name ends in .tsv, .csv or .jsonl",
+                "give a file whose name ends in .txt, .tsv, .csv or .jsonl, or --format if there is one",
                 field="corpus",
             )
         yield number, (line,)
+    yield from rows
 
 
 def _rows(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from attncache_core.runtime.files import when_written
 from service.errors import AddressUnavailable, InvalidSettings
 from service.settings import Settings
 
@@ -42,13 +43,24 @@ class Certificate:
     def __init__(self, cert: Path, key: Path) -> None:
         """Raises InvalidSettings, which names the file and what is wrong with it."""
         self._cert, self._key = cert, key
-        self.context = self._read()  # for new connections
+        self._written = self._when_written()
+        self.context = self._load()  # for new connections
 
     def read_again(self) -> None:
-        """Use the files as they are now. Raises InvalidSettings, and changes nothing then."""
-        self.context = self._read()
+        """Use the files as they are now. Raises InvalidSettings, and changes nothing then.
 
-    def _read(self) -> ssl.SSLContext:
+        If they have not changed, the context stays, in which clients resume their TLS sessions, also those
+        that they began with another worker.
+        """
+        written = self._when_written()
+        if None in written or written != self._written:
+            self.context = self._load()
+            self._written = written
+
+    def _when_written(self) -> list[tuple[int, int, int] | None]:
+        return [when_written(path) for path in (self._cert, self._key)]
+
+    def _load(self) -> ssl.SSLContext:
         for option, path in (("tls_cert", self._cert), ("tls_key", self._key)):
             _refuse_unreadable(option, path)
         # A new context each time, because a context keeps one certificate for each kind of key (RSA, ECDSA).

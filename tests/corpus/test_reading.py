@@ -268,13 +268,20 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input):
     assert texts("-", "query", file_format="jsonl") == ["hello"]
     standard_input(b"caf\xe9\n")
     assert "not UTF-8" in str(refusal("-"))
-    for first in (b"label\ttext", b"label,text", b'{"text": "hello"}'):
-        standard_input(first + b"\nhello\n")
-        assert "say what it is by --format" in str(refusal("-"))
+    for first in (
+        b"label\ttext",
+        b"label,text",
+        b'"a","text"',
+        b"text",
+        b'{"text": "hello"}',
+        b' [{"text": 1}]',
+    ):
+        standard_input(b"\n" + first + b"\nhello\n")
+        assert "--format if there is one" in str(refusal("-"))
         standard_input(first + b"\nhello\n")
         assert texts("-", file_format="txt") == [first.decode(), "hello"]
-    standard_input(b"hello, text\na\ttab\n")
-    assert texts("-") == ["hello, text", "a\ttab"]
+    standard_input(b"hello, text\na\ttab\ntext\n{\n")
+    assert texts("-") == ["hello, text", "a\ttab", "text", "{"]
 
 
 @pytest.mark.parametrize("label", ["", " x", "x ", " "])

@@ -24,6 +24,7 @@ from attncache_core.evaluation.tuning import databases, tune
 from attncache_core.evaluation.tuning.measuring import MeasuredWay, Subject, service_batches
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, Tuning, split
 from attncache_core.evaluation.tuning.ways import Way
+from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.generations import Generation
 from attncache_core.runtime.memory import tensor_bytes
@@ -332,3 +333,12 @@ def test_answers_do_not_depend_on_batches(tiny_engine, tiny_corpus):
     subject = Subject(tiny_engine, texts)
     found = tiny_engine.embeddings(subject.answers(subject.run()[1]))
     np.testing.assert_allclose(found, tiny_engine.embed(texts), atol=1e-5)
+
+
+def test_maps_are_taken_where_a_server_takes_them(tiny_engine, tiny_classifier_checkpoint, monkeypatch):
+    """A budget of decisions covers no embeddings."""
+    read = []
+    monkeypatch.setattr(PrefillEngine, "may_reuse", lambda *given: read.append(given[-1]))
+    for engine in (tiny_engine, PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")):
+        Subject(engine, ["a text"])
+    assert read == [Measure.COSINE, Measure.AGREEMENT]

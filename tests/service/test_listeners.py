@@ -187,6 +187,9 @@ def test_worker_that_begins_later_shows_the_certificate_of_today(certificates, t
     app = create_app(settings, lambda: iter([FakeEngine()]))
     with socket.socket() as unbound:
         listener = Listener("public", unbound, "", certificate)
+        inherited = certificate.context
+        Server(app, settings, [listener], is_alone=False)
+        assert certificate.context is inherited  # in which clients resume sessions of other workers
         shutil.copy(certificates / "second.pem", cert)
         Server(app, settings, [listener], is_alone=False)
         assert "is not the key of" in caplog.text  # half of the pair

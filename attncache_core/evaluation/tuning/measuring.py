@@ -70,7 +70,9 @@ class Subject:
         prompt = self._labels.prompt if self._labels else engine.tokenizer.default_prompt
         self._plans = len(prompt.sequence_plans)
         sequences = engine.tokenize(texts, prompt=prompt)
-        requests = engine.requests(sequences, prompt, self._labels)
+        # What a server reads decides whether maps are taken.
+        reads = Measure.AGREEMENT if engine.decisions.labels else Measure.COSINE
+        requests = engine.requests(sequences, prompt, self._labels, reads=reads)
         of_texts = [requests[at : at + self._plans] for at in range(0, len(requests), self._plans)]
         self._batches = service_batches(of_texts, engine.runner.shares_prefixes(reuse=True))
         self._alone = spread(of_texts, _ALONE)
