@@ -94,8 +94,7 @@ ANSWER_HEADERS = {
         },
     },
     MODEL_HEADER: {
-        "description": "Fingerprint of the model that answers, as in /info. Error responses have the header "
-        "too.",
+        "description": "Fingerprint of the model that answers, as in /info. Most errors have the header too.",
         "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     },
 }

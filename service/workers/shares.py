@@ -38,8 +38,8 @@ def share_of(settings: Settings, count: int) -> Settings:
     """
     threads = _threads(settings)
     if threads < (settings.threads or 0):
-        warning = "%d threads compute, not %d as in --threads: one per processor"
-        logger.warning(warning, threads, settings.threads)
+        warning = "--threads %d is lowered to %d, the processors that this server may use"
+        logger.warning(warning, settings.threads, threads)
     shares: dict[str, Any] = {"workers": count, "threads": settings.threads and threads}
     if count > 1:
         shares |= {

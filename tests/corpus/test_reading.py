@@ -254,7 +254,7 @@ def test_missing_file_and_folder_are_refused(tmp_path):
                 read_texts(source)
 
 
-def test_standard_input_is_lines_by_default_and_is_read_once(standard_input):
+def test_standard_input_is_lines_by_default_and_is_read_once(standard_input, file):
     standard_input("ä\r\n\nb".encode())
     assert texts("-") == ["ä", "b"]
     assert "give it once" in str(refusal("-"))
@@ -282,6 +282,7 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input):
         assert texts("-", file_format="txt") == [first.decode(), "hello"]
     standard_input(b"hello, text\na\ttab\ntext\n{\n")
     assert texts("-") == ["hello, text", "a\ttab", "text", "{"]
+    assert texts(file("a.txt", "text\nlabel\ttext\n")) == ["text", "label\ttext"]
 
 
 @pytest.mark.parametrize("label", ["", " x", "x ", " "])

@@ -21,6 +21,7 @@ from service.errors import Forbidden, InvalidSettings, QuotaExceeded, StoreUnava
 from service.loading.warm_file import read_warm_file, warm
 from service.settings import gather_settings, read_settings
 from service.store import LocalStore
+from service.web.call import MODEL_HEADER
 from service.web.front import check_admin, is_open
 from service.workers.server import reload_all
 
@@ -391,9 +392,9 @@ def ask(client, key, text="a", **body):
 
 
 def documented(client):
-    """The statuses of each documented route, by method and path."""
+    """The responses of each documented route, by method and path."""
     paths = client._transport.app.openapi()["paths"].items()
-    return {(method, path): {*at["responses"]} for path, methods in paths for method, at in methods.items()}
+    return {(method, path): at["responses"] for path, methods in paths for method, at in methods.items()}
 
 
 @pytest.mark.parametrize("admin", [False, True])
@@ -411,11 +412,14 @@ async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
                 assert response.headers["X-Request-Id"]
         opened = {path for path, is_opened in is_open.items() if is_opened}
         assert opened == {("get", "/health"), ("get", "/ready")}
-        assert opened == {path for path, statuses in routes.items() if "401" not in statuses}
+        assert opened == {path for path, responses in routes.items() if "401" not in responses}
         assert (await client.get("/")).status_code != 401
-        for (method, path), statuses in routes.items():
+        for (method, path), responses in routes.items():
             response = await client.request(method, path, headers=bearer(ONE))
-            assert (response.status_code == 403) == ("403" in statuses)
+            assert (response.status_code == 403) == ("403" in responses)
+            if response.status_code == 200:
+                names = responses["200"].get("headers", {})
+                assert (MODEL_HEADER in response.headers) == (MODEL_HEADER in names)
 
 
 async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file):

@@ -169,9 +169,11 @@ def served_certificate(context):
     ours, theirs = socket.socketpair()
     client = ssl.create_default_context()
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.set_alpn_protocols(["h2", "http/1.1"])
     with ThreadPoolExecutor() as threads:
         accepted = threads.submit(context.wrap_socket, ours, server_side=True)
         with client.wrap_socket(theirs) as connected, accepted.result():
+            assert connected.selected_alpn_protocol() == "http/1.1"
             return connected.getpeercert(binary_form=True)
 
 

@@ -56,7 +56,8 @@ def test_workers_share_threads_connections_and_bytes(caplog):
     assert share_of(Settings(threads=16), 1).threads == 16
     assert not caplog.messages
     assert [share_of(Settings(threads=999), count).threads for count in (1, 2)] == [16, 8]
-    assert caplog.messages == ["16 threads compute, not 999 as in --threads: one per processor"] * 2
+    lowered = "--threads 999 is lowered to 16, the processors that this server may use"
+    assert caplog.messages == [lowered] * 2
 
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
