@@ -18,6 +18,7 @@ from attncache_core import native
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.familiarity_fit import TokenStatistics, count_tokens, fit_familiarity
+from attncache_core.engine.explain import explain
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -219,6 +220,8 @@ def test_unfamiliar_texts_are_computed_in_full_unless_they_are_recorded(
     assert set(result.outcomes[len(texts) :]) == {Outcome.UNFAMILIAR}
     full = prefill(tiny_engine, others, reuse=False).outputs
     np.testing.assert_allclose(result.outputs[len(texts) :], full, atol=1e-5)
+    explained = explain(engine, others[0])
+    assert (explained.outcome, explained.strangeness) == (Outcome.UNFAMILIAR, result.strangeness[len(texts)])
     # Declined reuse counts as not searched, and not as unfamiliar.
     assert set(prefill(engine, others, reuse=False).outcomes) == {Outcome.NOT_SEARCHED}
 
