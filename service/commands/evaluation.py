@@ -30,7 +30,13 @@ from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
-from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, recordable_sequences
+from attncache_core.evaluation.tasks import (
+    AgreementTask,
+    Sequences,
+    SimilarityTask,
+    Task,
+    recordable_sequences,
+)
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.text.labels import LabelTokens
 from service.commands.database import overlap
@@ -259,10 +265,11 @@ class Evaluation:
             self._build(folder, [texts[index] for index in kept])
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
         opened.require_classifier(self.full.classifier)
-        if self.full.decisions.labels is None and opened.manifest.policy.budget.measure is Measure.AGREEMENT:
+        embeds = self.full.decisions.labels is None or isinstance(task, SimilarityTask)
+        if embeds and opened.manifest.policy.budget.measure is Measure.AGREEMENT:
             raise InvalidInput(
                 f"database {folder} keeps a budget of decisions, so a server computes embeddings in full; "
-                "give --classifier, or calibrate the database anew",
+                "evaluate decisions of its classifier or labels, or calibrate it anew",
                 field="database",
             )
         database, excluded = opened.without(evaluated)

@@ -187,13 +187,19 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     # What a server would not do is not evaluated either.
     replace(same, weight=-same.weight).save(tmp_path / "other")
     evaluate = (*model_arguments(tiny_checkpoint), "--database", database, "--data", files / "texts.txt")
-    for options, *words in (
+    for chosen, *words in (
         (("--classifier", classifier),),
         (("--classifier", tmp_path / "other"), "only with the classifier"),
-        ((), "keeps a budget of decisions", "give --classifier"),
+        ((), "keeps a budget of decisions", "evaluate decisions"),
     ):
-        result = run("evaluate", "agreement", *evaluate, "--rounds", "1", *options)
+        result = run("evaluate", "agreement", *evaluate, "--rounds", "1", *chosen)
         assert_one_line(result, *words) if words else succeeded(result)
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("score\tsentence1\tsentence2\n1\ta\tb\n2\tb\tc\n", encoding="utf-8")
+    labels = ("--labels", "my card,the bank")
+    succeeded(calibrate(tiny_checkpoint, database, *options[:2], *labels, "--min-agreement", "0.5"))
+    evaluate = (*model_arguments(tiny_checkpoint), "--database", database, "--data", pairs, *labels)
+    assert_one_line(run("evaluate", "sts", *evaluate), "keeps a budget of decisions")
     # A budget for embeddings needs no classifier.
     succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-text-cosine", "0"))
     assert AttentionDatabase.open(database).decisions is None
