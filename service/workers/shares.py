@@ -37,9 +37,9 @@ def share_of(settings: Settings, count: int) -> Settings:
     they are: a queue bounds how long a request waits, and each worker has a queue of its own.
     """
     threads = _threads(settings)
-    if threads < (settings.threads or 0):
-        warning = "--threads %d is lowered to %d, the processors that this server may use"
-        logger.warning(warning, settings.threads, threads)
+    if max(threads, count) < (settings.threads or 0):
+        warning = "--threads %d is lowered to %d, because this server may use %d processors"
+        logger.warning(warning, settings.threads, max(threads, count), threads)
     shares: dict[str, Any] = {"workers": count, "threads": settings.threads and threads}
     if count > 1:
         shares |= {

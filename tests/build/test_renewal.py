@@ -210,9 +210,9 @@ def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_tex
         patch.setattr(publishing, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             renew_database(load, root, texts, min_gain=0)
-    other, synthetic, removed = (
+    other, synthetic, gaining, removed = (
         Path(shutil.copytree(root, root.with_name(name)))
-        for name in ("other.db", "synthetic.db", "removed.db")
+        for name in ("other.db", "synthetic.db", "gaining.db", "removed.db")
     )
     decided = renew_database(load, root, texts, min_gain=0)
     assert (decided.result, decided.generation, numbers(root)) == (Result.PUBLISHED, 1, [0, 1])
@@ -222,6 +222,9 @@ def test_renewal_that_was_stopped_after_its_decision_returns_it_for_the_same_tex
     assert len(read_renewals(other)) == 2
     renew_database(load, synthetic, texts, min_gain=0, synthetic_only=True)
     assert read_renewals(synthetic)[-1].generation == 2
+    monkeypatch.setattr(renewal, "could_pay", lambda *_: False)
+    assert renew_database(load, gaining, texts, min_gain=0.05).result is Result.NO_GAIN
+    monkeypatch.undo()
     shutil.rmtree(removed / ".renewal" / "000001")
     assert renew_database(load, removed, texts, min_gain=0).generation == 2
 

@@ -56,8 +56,10 @@ def test_workers_share_threads_connections_and_bytes(caplog):
     assert share_of(Settings(threads=16), 1).threads == 16
     assert not caplog.messages
     assert [share_of(Settings(threads=999), count).threads for count in (1, 2)] == [16, 8]
-    lowered = "--threads 999 is lowered to 16, the processors that this server may use"
+    lowered = "--threads 999 is lowered to 16, because this server may use 16 processors"
     assert caplog.messages == [lowered] * 2
+    assert share_of(Settings(threads=17), 17).threads == 1
+    assert len(caplog.messages) == 2  # 17 workers have 17 threads
 
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
