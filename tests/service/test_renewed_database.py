@@ -207,6 +207,7 @@ async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
 ):
     # Mappings that generations share are given back when the last of these has gone, sooner if small.
     monkeypatch.setattr(memory, "_SHARED_BYTES", 2 * MEBIBYTE)
+    monkeypatch.setattr(memory, "_pages", memory._SharedPages())
     texts, ended = texts_like(tiny_corpus, 40), asyncio.Event()
     figures, stores = [], []
     async with serving(tiny_checkpoint, root, verify_rate=0.2) as client:
