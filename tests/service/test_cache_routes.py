@@ -334,7 +334,7 @@ async def test_with_admin_the_routes_are_described_and_counted_by_their_paths():
     assert paths == {"/cache", *(f"/cache/{name}" for name in ASKED if name != "drop")}
     assert paths <= set(ROUTES)
     assert set(described["paths"]["/cache/warm"]["post"]["responses"]) == {
-        *("200", "400", "401", "409", "413", "422", "429", "500", "503", "504")
+        *("200", "400", "401", "403", "409", "413", "422", "429", "500", "503", "504")
     }
     assert values["attncache_requests_total", "/cache/stats", "409"] == 1
 
