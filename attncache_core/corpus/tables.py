@@ -137,7 +137,7 @@ def _plain(
         if "\t" in line or columns[0] in header or line.lstrip().startswith(("{", "[{")):
             raise InvalidInput(
                 "standard input (-) begins like a table or JSON Lines, and would be read as lines of text; "
-                "give a file whose name ends in .txt, .tsv, .csv or .jsonl, or --format if there is one",
+                "give --format, if the command has it, or a file that ends in .txt, .tsv, .csv or .jsonl",
                 field="corpus",
             )
         yield number, (line,)

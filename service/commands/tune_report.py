@@ -76,7 +76,7 @@ def comment(report: TuneReport) -> Iterator[str]:
     """Yield the lines of the comment of a settings file: what was measured, where, and what was chosen."""
     yield WRITTEN_BY
     yield from conclusion(report)
-    yield f"measured on {_measuring(report)}; {report.choosing} others only choose"
+    yield f"measured on {_measuring(report)}; the other {report.choosing} texts were not measured"
     facts = {**machine(report.inputs["threads"]), **_facts(report)}
     yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in facts.items()), _WIDTH)
     yield ""

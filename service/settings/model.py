@@ -101,7 +101,8 @@ class Processor(Group):
     threads: int | None = Field(
         None,
         ge=1,
-        description="Threads of the model and the index. Default: as many as the processor quota allows.",
+        description="Threads of the model and the index. Default, and at most: as many as the processor "
+        "quota allows.",
     )
 
     @field_validator("workers", mode="before")

@@ -277,7 +277,7 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input, fil
         b' [{"text": 1}]',
     ):
         standard_input(b"\n" + first + b"\nhello\n")
-        assert "--format if there is one" in str(refusal("-"))
+        assert "give --format, if the command has it" in str(refusal("-"))
         standard_input(first + b"\nhello\n")
         assert texts("-", file_format="txt") == [first.decode(), "hello"]
     standard_input(b"hello, text\na\ttab\ntext\n{\n")
