@@ -124,7 +124,8 @@ class PrefillEngine:
         database: attention maps to reuse. strategy: another kind of reuse, instead of a database.
         dtype: "auto" (bfloat16 if the device has fast bfloat16 products, else float32), "bfloat16" or
         "float32". device: device of the model, "cpu" or "cuda"; records and search stay on the CPU.
-        threads: number of threads of torch and Faiss in the whole process; None: all available threads.
+        threads: number of threads of torch and Faiss in the whole process; None, and at most: one for each
+        available processor.
         max_tokens: truncate texts to this number of tokens, if it is below the model's maximum.
         share_prefixes: compute a prefix that several sequences of a batch share once, if the model is causal;
         see Runner.shares_prefixes. key_values: store keys and values, and reuse them, if the model allows it;

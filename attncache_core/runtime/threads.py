@@ -25,13 +25,15 @@ def available_processors() -> int:
 
 
 def limit_threads(threads: int | None = None) -> int:
-    """Set the number of threads of torch and Faiss, and return it; by default all available processors.
+    """Set the number of threads of torch and Faiss, and return it; by default, and at most, all processors.
 
+    More threads than available processors would wait for each other at every layer.
     Matrix products of NumPy and SciPy get one thread. The threads of their pool stay awake for a while after
     each product and take processors from torch's threads: a batch with one such product took three times as
     long.
     """
-    count = threads or available_processors()
+    processors = available_processors()
+    count = min(threads or processors, processors)
     torch.set_num_threads(count)
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
     faiss.omp_set_num_threads(count)

@@ -167,7 +167,7 @@ dtype_option = click.option(
 threads_option = click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Threads of the model and the index. Default: as many as the processor quota allows.",
+    help="Threads of the model and the index. Default, and at most: as many as the processor quota allows.",
 )
 
 

@@ -58,11 +58,7 @@ def share_of(settings: Settings, count: int) -> Settings:
 
 
 def _threads(settings: Settings) -> int:
-    """Return the threads of all workers together.
-
-    More threads than processors would wait for each other at every layer, so that batches take many times as
-    long.
-    """
+    """Return the threads of all workers together, see limit_threads."""
     processors = available_processors()
     return min(settings.threads or processors, processors)
 

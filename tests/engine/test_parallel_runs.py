@@ -1,5 +1,6 @@
 """An engine that runs batches in several threads at once gives each batch the result of a single thread."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -134,7 +135,8 @@ def test_strategy_is_called_by_one_thread_at_a_time_and_layers_run_side_by_side(
         assert_same(found, expected)
 
 
-def test_engine_gains_by_as_many_threads_as_it_has_only_with_the_compiled_stack(tiny_checkpoint):
+def test_engine_gains_by_as_many_threads_as_it_has_only_with_the_compiled_stack(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", threads=3)
     assert engine.parallel_runs == (3 if engine.model.stack else 1)
     engine.model.stack = None

@@ -51,13 +51,13 @@ def blas_threads() -> set[int]:
 
 
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("threads", [1, 3])
-def test_torch_and_faiss_get_the_same_limit_and_numpys_products_one_thread(threads):
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (3, 3), (999, 8)])
+def test_torch_and_faiss_get_the_same_limit_and_numpys_products_one_thread(threads, expected):
     with threadpool_limits(2, user_api="blas"):
         assert blas_threads() == {2}
-        assert limit_threads(threads) == threads
+        assert limit_threads(threads) == expected
         assert blas_threads() == {1}
-        assert torch.get_num_threads() == faiss.omp_get_max_threads() == threads
+        assert torch.get_num_threads() == faiss.omp_get_max_threads() == expected
 
 
 @pytest.mark.usefixtures("restored_threads")
