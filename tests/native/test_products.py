@@ -58,6 +58,11 @@ def plain_product(kind, weight, x, smoothing):
     return x @ weight.T, x.abs() @ weight.abs().T
 
 
+def by_columns(rows):
+    """The same numbers, whose neighbours in memory are those of a column."""
+    return rows.T.contiguous().T
+
+
 def assert_follows(found, kind, weight, x, bias, activation, residual, smoothing=None):
     exact, size = plain_product(kind, weight, x, smoothing)
     if bias is not None:
@@ -218,6 +223,7 @@ def test_large_product_is_the_same_on_any_number_of_threads(kernel, kind, rows):
     for count in (1, 2, 3, 4):
         with threads(count):
             found.append(packed.multiply(x, "gelu", residual))
+    found.append(packed.multiply(by_columns(x), "gelu", by_columns(residual)))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -277,7 +283,7 @@ def test_normalizers_are_those_of_a_softmax_over_all_outputs(
     logits = logits if bias is None else logits + bias.double()
     allowed = FLOAT32 * (terms.amax(dim=1) + (0 if bias is None else bias.abs().max())) + 1e-5
     assert ((found - logits.logsumexp(dim=1)).abs() <= allowed).all()
-    assert torch.equal(found, packed.log_normalizers(x, 1))
+    assert torch.equal(found, packed.log_normalizers(by_columns(x), 1))
 
 
 def test_normalizers_of_rows_with_nan_or_infinity_are_not_finite(kernel, kind):
