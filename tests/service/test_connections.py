@@ -1,5 +1,6 @@
 """Clients that take long, send much or read nothing, over raw sockets to the real server."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -236,6 +237,23 @@ def test_endless_headers_trailers_and_extensions_are_answered_431(server, endles
             client.sendall(endless)
         response = read_response(client)
         assert (response.status, response.code) == (431, "headers_too_large")
+
+
+def test_client_that_is_refused_has_time_to_read_why_before_it_is_cut(server, monkeypatch):
+    monkeypatch.setattr("service.web.connection._LINGER_SECONDS", 60)
+
+    async def is_cut_after(seconds):
+        connection.check(connection._closing_since + seconds)
+        return connection.transport.is_closing()
+
+    with server.connect() as client:
+        with contextlib.suppress(OSError):
+            client.sendall(HEALTH[:-2] + b"X: " + b"x" * MIB)
+        assert read_response(client).status == 431
+        connection = connection_of(server, client)
+        for seconds, is_cut in ((59, False), (61, True)):
+            found = asyncio.run_coroutine_threadsafe(is_cut_after(seconds), connection.loop)
+            assert found.result(30) == is_cut
 
 
 def test_headers_within_the_limit_are_served(server):
