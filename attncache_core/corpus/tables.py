@@ -43,8 +43,9 @@ def read_rows(
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
-    missing or named twice, or a row has no value for a column, more fields than the header or a null byte. A
-    tsv file that is surely quoted like a csv file is refused too, at the latest behind its last row.
+    missing or named twice, or a row has no value for a column, another number of fields than the header or a
+    null byte. A tsv file that is surely quoted like a csv file is refused too, at the latest behind its last
+    row.
     """
     return (row for _, row in numbered_rows(path, columns, file_format))
 
@@ -247,7 +248,7 @@ def _columns(
         if not row or row == [""]:
             yield number, None
             continue
-        if not max(indices) < len(row) <= len(header):
+        if len(row) != len(header):
             raise InvalidInput(
                 f"{path}, line {number} has {len(row)} columns, and the header has {len(header)}; "
                 f"{remedy if len(row) > len(header) else _COMPLETE}",

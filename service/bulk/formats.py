@@ -43,7 +43,7 @@ def check_output(output: Path, formats: Sequence[str]) -> None:
     if output.suffix.removeprefix(".").lower() not in formats:
         accepted = " or ".join(f".{name}" for name in formats)
         raise InvalidInput(f"{output}: the file name must end in {accepted}", field="output")
-    if output.exists():
+    if output.exists() or output.is_symlink():
         raise InvalidInput(f"{output} exists; remove the file or choose another name", field="output")
     if not output.parent.is_dir():
         raise InvalidInput(f"the folder of --output {output} does not exist; make it first", field="output")

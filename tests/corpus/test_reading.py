@@ -185,6 +185,12 @@ def test_row_that_the_header_does_not_fit_is_refused_with_its_line_number(file, 
     assert f"line 4 {words}" in str(refusal(file(name, f"id{joint}text\n1{joint}one\n\n{row}\n")))
 
 
+def test_row_that_ends_within_its_text_is_refused_although_it_has_a_text(file):
+    for name, joint in (("a.tsv", "\t"), ("a.csv", ",")):
+        path = file(name, f"text{joint}label\none{joint}a\n{SECRET}\ntwo{joint}b\n")
+        assert "line 3 has 1 columns, and the header has 2; complete the row, or take" in str(refusal(path))
+
+
 def test_tabs_behind_the_fields_of_a_tsv_row_are_no_fields(file):
     assert texts(file("a.tsv", "id\ttext\n1\tone\t\t\n2\ttwo\n")) == ["one", "two"]
 

@@ -568,6 +568,9 @@ def test_damaged_and_foreign_files_are_refused(arguments, output, tmp_path, monk
     numbers.unlink()
     succeeded(run(*arguments))
     one_line(run(*arguments), f"{output} exists; remove the file or choose another name")
+    output.unlink()
+    output.symlink_to("nowhere.npy")
+    one_line(run(*arguments), f"{output} exists; remove the file or choose another name")
 
 
 @pytest.mark.parametrize("name", ["out.npy", "out.npy.partial", "out.npy.progress"])
