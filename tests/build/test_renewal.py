@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from attncache_core.corpus import sample as corpus_sample
 from attncache_core.corpus.sample import TextSampler, sample_folder
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
+from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Result, kept_generations, read_renewals
-from attncache_core.reuse.maps.policy import Steps
+from attncache_core.reuse.maps.policy import Budget, Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 
 pytestmark = pytest.mark.usefixtures("fixed_costs", "same_savings")
@@ -107,6 +109,17 @@ def stopped(stopped_once, tmp_path):
     """A database whose renewal from `texts` was stopped, and the id of the next generation."""
     folder, built = stopped_once
     return Path(shutil.copytree(folder, tmp_path / "stopped.db")), built
+
+
+def test_next_generation_has_the_budget_of_the_last_calibration(root, load, texts):
+    budget = Budget(Measure.COSINE, 0.6, 0.0)
+    manifest = AttentionDatabase.open(root).manifest
+    assert manifest.policy.budget != budget
+    replace(manifest, policy=replace(manifest.policy, budget=budget)).write(root)
+    tighten(root)
+    renewed = renew_database(load, root, texts, min_gain=0)
+    assert (renewed.result, renewed.generation) == (Result.PUBLISHED, 1)
+    assert AttentionDatabase.open(root).manifest.policy.budget == budget
 
 
 def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_removed(

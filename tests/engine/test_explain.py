@@ -35,6 +35,8 @@ def test_recorded_text_is_its_own_nearest_record_and_loses_nothing(engine_with, 
     assert explained.outcome is Outcome.HIT
     assert explained.chosen.kind is RecordKind.STORED
     assert explained.chosen.similarity == 1
+    policy = engine.map_reuse.policy
+    assert explained.length_group == policy.names()[policy.group_index(len(explained.ids))]
     assert explained.cosine == pytest.approx(1, abs=1e-4)
     for layer in explained.layers:
         assert np.abs(layer.full[list(layer.reused_heads)] - layer.given).max() < 0.01  # stored in 16 bits
