@@ -1,3 +1,4 @@
+import asyncio
 import re
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from attncache_core import AttnCacheError, errors
 from service import errors as service_errors
 from service.errors import QueueFull
 from service.observability.metrics import STATUSES, Metrics, count_for_all_workers
+from service.upkeep.group import Group, Worker
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +50,7 @@ def test_counts_of_the_engine_go_on_too_and_what_all_workers_share_counts_once(t
         metrics._engine = SimpleNamespace(collect=lambda: (renewals, stalls))
         for seconds in (1.0, 1.5):
             stalls.samples[0] = stalls.samples[0]._replace(value=seconds)
-            metrics.publish(first=number == 0)
+            asyncio.run(Group(Worker(number, 2, folder), None, metrics)._publish())
         found = samples(metrics.render().decode())
         return found["attncache_renewals_total", "published"], found["attncache_kv_load_stall_seconds_total",]
 
