@@ -233,6 +233,18 @@ def test_workers_and_servers_of_a_machine_download_once(store, root, tmp_path, t
     assert len(objects) == len(set(objects)) > 0
 
 
+def test_download_of_another_process_is_waited_for_at_the_start_alone(store, root, tmp_path, tiny_checkpoint):
+    pushed(root, store.s3 % "a")
+    remote = RemoteDatabase(store.http % "a", tmp_path, tiny_checkpoint)
+    remote.root.mkdir(parents=True)
+    with publishing.renewing(remote.root, begins=True):
+        assert list(remote.fetch(waits=False)) == []
+        waiting = remote.fetch(waits=True)
+        assert next(waiting) == f"another process downloads the database from {remote.url}"
+    assert "downloading" in next(waiting)
+    assert list(waiting) and remote.is_there
+
+
 def test_what_is_missing_short_changed_or_of_another_model_is_refused_with_url_and_reason(
     store, root, tmp_path, tiny_checkpoint, tiny_classifier_checkpoint
 ):

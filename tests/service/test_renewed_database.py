@@ -356,6 +356,25 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
     assert attempts == [(1, first.runs.idle_mark())] * 2
 
 
+def test_generation_that_is_taken_back_while_its_gain_is_measured_does_not_serve(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, caplog
+):
+    def take_back(engine, _, idle_mark):  # noqa: ARG001
+        roll_back(root)
+        engine.map_reuse.awaits_gain = False
+
+    loaded = following(tiny_checkpoint, root)
+    next(loaded)
+    monkeypatch.setattr(renewals, "require_gain", take_back)
+    monkeypatch.setattr(
+        renewals, "prepare_reuse", lambda engine, _: setattr(engine.map_reuse, "awaits_gain", True)
+    )
+    assert next(loaded) == Pause(0.01)
+    publish(root, tiny_prototypes_database)
+    assert [next(loaded) for _ in range(3)] == [MEASURING_GAIN, Pause(0.01), Pause(0.01)]
+    assert not caplog.messages  # neither an error nor a generation that serves from now on
+
+
 def test_unexpected_error_of_a_measurement_does_not_end_the_following(
     tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, caplog
 ):
