@@ -87,8 +87,11 @@ def parse_rows(
     and jsonl files and empty lines of tables are skipped. Raises InvalidInput as read_rows does, and OSError.
     """
     if file_format == "txt" and len(columns) > 1:
+        of_stdin = "--format, if the command has it, or " if path == "-" else ""
         raise InvalidInput(
-            f"{path} is a .txt file, which has no columns; leave the column out", field="corpus"
+            f"{path} is read as lines of text, which have no columns {', '.join(map(repr, columns))}; give "
+            f"{of_stdin}a file that ends in .tsv, .csv or .jsonl",
+            field="corpus",
         )
     lines = _Lines(file)
     try:

@@ -90,7 +90,7 @@ def run(
             remedy = spool.how_to_continue("correct the input and ")
             raise type(error)(f"{error}; {remedy}", field=error.field) from error
         except FileExistsError as error:
-            remedy = spool.how_to_continue("remove or rename it, and ")
+            remedy = spool.how_to_continue(f"remove or rename {files.output}, and ")
             raise InvalidInput(
                 f"{files.output} was made by another process meanwhile; {remedy}", field="output"
             ) from error

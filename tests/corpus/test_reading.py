@@ -284,6 +284,8 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input, fil
     ):
         standard_input(b"\n" + first + b"\nhello\n")
         assert "give --format, if the command has it" in str(refusal("-"))
+        standard_input(b"\n" + first + b"\nhello\n")
+        assert "give --format, if the command has it" in str(refusal("-", "text", "label"))
         standard_input(first + b"\nhello\n")
         assert texts("-", file_format="txt") == [first.decode(), "hello"]
     standard_input(b"hello, text\na\ttab\ntext\n{\n")
@@ -310,7 +312,9 @@ def test_columns_of_a_source_are_read_row_by_row_in_the_given_order(file):
     named = file("a.log", "a\tb\n1\t2\n")
     assert read_texts(f"{named}:b", file_format="tsv") == ["2"]
     assert read_texts(file("a.txt", "one\n\ntwo\n"), "query") == ["one", "two"]
-    assert "no columns" in str(refusal(file("a.txt", "hello\n"), "text", "label"))
+    assert "no columns 'text', 'label'; give a file" in str(
+        refusal(file("a.txt", "hello\n"), "text", "label")
+    )
 
 
 def test_name_of_an_existing_file_may_hold_a_colon(file):

@@ -598,7 +598,7 @@ def test_output_that_appears_during_the_run_stays(tiny_checkpoint, tmp_path, sou
     arguments = embed_arguments(tiny_checkpoint, source, output)
     with monkeypatch.context() as patch:
         patch.setattr(spool.Spool, "finish", appears)
-        one_line(run(*arguments), "was made by another process", "50 rows are saved", "remove or rename it")
+        one_line(run(*arguments), "was made by another process", "50 rows are saved", f"rename {output}, and")
     assert output.read_text() == "another's"
     output.unlink()
     succeeded(run(*arguments))

@@ -242,7 +242,8 @@ def test_download_of_another_process_is_waited_for_at_the_start_alone(store, roo
         waiting = remote.fetch(waits=True)
         assert next(waiting) == f"another process downloads the database from {remote.url}"
     assert "downloading" in next(waiting)
-    assert list(waiting) and remote.is_there
+    assert list(waiting)
+    assert remote.is_there
 
 
 def test_what_is_missing_short_changed_or_of_another_model_is_refused_with_url_and_reason(
