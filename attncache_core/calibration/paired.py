@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import bdtr
+import scipy
 
 from attncache_core.errors import MachineBusy
 from attncache_core.runtime.processor import waited_seconds
@@ -123,7 +123,8 @@ def _with_bounds(gains: Sequence[float]) -> PairedGain:
     """
     ordered = np.sort(gains)
     count = len(gains)
-    below = int(np.searchsorted(bdtr(np.arange(count + 1), count, 0.5), 1 - _CONFIDENCE)) - 1
+    at_most = scipy.special.bdtr(np.arange(count + 1), count, 0.5)
+    below = int(np.searchsorted(at_most, 1 - _CONFIDENCE)) - 1
     if below < 0:
         return PairedGain(float(np.median(ordered)), float("-inf"), float("inf"))
     return PairedGain(float(np.median(ordered)), float(ordered[below]), float(ordered[-1 - below]))

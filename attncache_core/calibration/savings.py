@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import scipy
 import torch
 
 from attncache_core.calibration.gain import (
@@ -107,11 +108,9 @@ def fit_savings(
     fitted by least squares, so that the noise of one measurement has little effect. Returns a function:
     (lengths [n], number of reused heads) -> microseconds that a hit of each length saves, float64 [n].
     """
-    from scipy.optimize import nnls  # here, because a server that never fits must not wait for its import
-
     tokens, heads, saved = (np.array(column, dtype=np.float64) for column in zip(*passes, strict=True))
     columns = np.stack([heads * tokens, heads * tokens**2, -np.ones_like(tokens)], axis=1)
-    (by_length, by_square, price), _ = nnls(columns, saved)
+    (by_length, by_square, price), _ = scipy.optimize.nnls(columns, saved)
 
     def per_hit(lengths: np.ndarray, heads: int) -> np.ndarray:
         return heads * (by_length * lengths + by_square * lengths**2) - price

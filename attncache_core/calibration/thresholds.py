@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy import special
+import scipy
 
 from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.heads.comparator import Measure
@@ -58,7 +58,7 @@ def upper_bounds(losses: np.ndarray, measure: Measure) -> np.ndarray:
     count = np.arange(1, len(losses) + 1)
     total = np.cumsum(losses)
     if measure is Measure.AGREEMENT:
-        bounds = special.betaincinv(total + 1, np.maximum(count - total, 1e-9), CONFIDENCE)
+        bounds = scipy.special.betaincinv(total + 1, np.maximum(count - total, 1e-9), CONFIDENCE)
     else:
         bounds = _skewed_mean_bounds(losses, count)
     return np.where(count >= MIN_PROBES, bounds, np.inf)
@@ -73,7 +73,7 @@ def _skewed_mean_bounds(losses: np.ndarray, count: np.ndarray) -> np.ndarray:
     # No sample of n values is more skewed than the root of n. A bound is not lowered for skewness below 0.
     skewness = np.clip(skewness, 1e-6, np.sqrt(count))
     freedom = np.maximum(count - 1, 1)
-    quantile = -special.stdtrit(freedom, CONFIDENCE) / np.sqrt(count)
+    quantile = -scipy.special.stdtrit(freedom, CONFIDENCE) / np.sqrt(count)
     studentized = 3 / skewness * (np.cbrt(1 + skewness * (quantile - skewness / (6 * count))) - 1)
     return centre + first - studentized * np.sqrt(variance * count / freedom)
 
@@ -158,7 +158,7 @@ def share_bound(count: int, of: int) -> float:
 
     The bound is exact (Clopper and Pearson 1934), and 1 if the sample is empty.
     """
-    return float(special.betaincinv(count + 1, of - count, CONFIDENCE)) if count < of else 1.0
+    return float(scipy.special.betaincinv(count + 1, of - count, CONFIDENCE)) if count < of else 1.0
 
 
 def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
@@ -175,7 +175,7 @@ def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
         return 1.0
     share = cases.sum() / texts.sum()
     spread = np.sqrt(((cases - share * texts) ** 2).sum() * len(cases) / (len(cases) - 1)) / texts.sum()
-    return float(share + special.stdtrit(len(cases) - 1, CONFIDENCE) * spread)
+    return float(share + scipy.special.stdtrit(len(cases) - 1, CONFIDENCE) * spread)
 
 
 def mean_or_none(values: np.ndarray) -> float | None:

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import ClassVar
 
 import numpy as np
+import scipy
 from pydantic import ConfigDict
 
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
@@ -109,9 +110,7 @@ def _floor_fails(hits: int, harmed: int, budget: Budget) -> bool:
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
     if not budget.floor or harmed < _MIN_HARMED:
         return False
-    from scipy import special  # here, because most servers never see a harmed hit
-
-    share = float(special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
+    share = float(scipy.special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
     return share > budget.allowed_harm
 
 
