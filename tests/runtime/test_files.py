@@ -51,8 +51,9 @@ def test_concurrent_writers_leave_one_complete_file_and_no_other(tmp_path):
 def test_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "a.json"
     write_whole(path, b"old")
-    with largest_file(1000), pytest.raises(OSError, match="too large"):
+    with largest_file(1000), pytest.raises(OSError, match="too large") as failed:
         write_whole(path, content_of(1))
+    assert failed.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
