@@ -16,7 +16,12 @@ from store_server import object_store
 from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
 from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import verify_generations
-from attncache_core.reuse.maps.generations import current_generation, kept_generations, structural_faults
+from attncache_core.reuse.maps.generations import (
+    current_generation,
+    kept_generations,
+    read_renewals,
+    structural_faults,
+)
 from service.loading import remote as remote_module
 from service.loading.engines import load_engines
 from service.loading.remote import POINTER, RemoteDatabase, push, with_remote_database
@@ -147,10 +152,9 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
     assert "1 of" in pushed(root, url)
 
 
-@pytest.mark.parametrize(
-    ("ends_in", "withdrawn"), [("_finish", True), ("_finish", False), ("clear_workspace", False)]
-)
-def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn(
+@pytest.mark.parametrize("withdrawn", [False, True])
+@pytest.mark.parametrize("ends_in", ["_finish", "_switch", "_switch_to", "clear_workspace"])
+def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn_before_it_served(
     root, other, tmp_path, tiny_checkpoint, monkeypatch, ends_in, withdrawn
 ):
     url = (tmp_path / "store").as_uri()
@@ -161,15 +165,18 @@ def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn
         patched.setattr(publishing, ends_in, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(remote.fetch(waits=True))
+    served = ends_in == "clear_workspace"
     if withdrawn:
         pushed(root, url)
-    for folder in (tmp_path / "store").glob("*/"):
-        shutil.rmtree(folder)  # nothing is downloaded again
+    if not (withdrawn and served):
+        for folder in (tmp_path / "store").glob("*/"):
+            shutil.rmtree(folder)  # nothing is downloaded again
     list(remote.fetch(waits=True))
     assert not (remote.root / ".renewal").exists()
-    serving = root if withdrawn else other
-    assert files_of(current_generation(remote.root).folder) == files_of(serving)
-    assert len(kept_generations(remote.root)) == (1 if withdrawn else 2)
+    assert files_of(current_generation(remote.root).folder) == files_of(root if withdrawn else other)
+    numbers = [1] if withdrawn and not served else [1, 2, 3] if withdrawn else [1, 2]
+    assert [line.generation for line in read_renewals(remote.root)] == numbers
+    assert [generation.number for generation in kept_generations(remote.root)] == numbers[-2:]
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])

@@ -13,8 +13,9 @@ A decision is written first, and `settle` does what it says. Every step of `sett
     5  remove DIR/.renewal
 
 So DIR/current names a whole generation at every moment, there are never more than two generations, and the
-next renewal finishes a decision that was not done. A download drops the decision if the URL names another
-database by then. Segments that a server has mapped stay readable after their files were removed.
+next renewal finishes a decision that was not done. A download drops the decision if its generation does not
+serve yet and the URL names another database by then. Segments that a server has mapped stay readable after
+their files were removed.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def renewing(root: Path, *, begins: bool = False, inputs: bytes | None = None) -
     """Be the only process that renews, rolls back or calibrates the database while the `with` block runs.
 
     Finishes the decision that a killed process left, and yields it; None: there was none. begins: the folder
-    may hold no database yet. inputs: drop the decision instead, if it was about other inputs. Raises
-    DatabaseRefused if there is no database, BuildFailed if another process does so, and OSError.
+    may hold no database yet. inputs: drop a decision instead that was about other inputs, and whose
+    generation does not serve yet. Raises DatabaseRefused if there is no database, BuildFailed if another
+    process does so, and OSError.
     """
     if not begins:
         require_database(root)
@@ -163,9 +165,13 @@ def settle(root: Path, inputs: bytes | None = None) -> Renewal | None:
     if path.is_file():
         # A decision that was damaged on the disk is not done, and the next renewal decides again.
         with suppress(ValidationError):
-            if inputs is None or has_inputs(root, inputs):
-                renewal = RENEWAL.validate_json(path.read_bytes())
+            decided = RENEWAL.validate_json(path.read_bytes())
+            serves = current_generation(root).number == decided.generation
+            if inputs is None or has_inputs(root, inputs) or serves:
+                renewal = decided
                 _finish(root, renewal)
+            elif decided.result is Result.PUBLISHED:
+                _take_back(root, decided)
         clear_workspace(root)
     if workspace(root).is_dir():
         number = building_folder(root).name
@@ -226,7 +232,21 @@ def _switch(root: Path, renewal: Renewal) -> None:
         generations_folder(root).mkdir(mode=PRIVATE, exist_ok=True)
         move_into_place(built, chosen.folder)
     if current_generation(root) != chosen:
-        write_whole(current_path(root), f"{chosen.number}\n".encode())
+        _switch_to(chosen)
+
+
+def _switch_to(generation: Generation) -> None:
+    write_whole(current_path(generation.root), f"{generation.number}\n".encode())
+
+
+def _take_back(root: Path, renewal: Renewal) -> None:
+    """Undo the publication of a generation that does not serve yet: remove its line, and move its folder."""
+    line, path = RENEWAL.dump_json(renewal) + b"\n", renewals_path(root)
+    if path.is_file() and (lines := path.read_bytes()).endswith(line):
+        write_whole(path, lines.removesuffix(line), mode=0o600)
+    chosen = Generation(root, renewal.generation)
+    if chosen.exists:
+        chosen.folder.rename(workspace(root) / f"removed-{chosen.number:06}")
 
 
 def _move_plain_database(root: Path, aside: Path) -> None:
