@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -39,7 +39,13 @@ from attncache_core import (
     Progress,
 )
 from attncache_core.reuse.maps.default import databases_folder
-from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
+from attncache_core.reuse.maps.generations import (
+    Generation,
+    Renewal,
+    Result,
+    current_generation,
+    kept_generations,
+)
 from attncache_core.reuse.maps.integrity import damaged_records, file_digest
 from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.publishing import (
@@ -291,18 +297,34 @@ class RemoteDatabase:
             ) from error
 
     def _serves(self, pointer: Pointer) -> bool:
-        # A pointer that differs in findings only names the same database.
         try:
-            digest = file_digest(current_generation(self.root).folder / "manifest.json")
-        except (OSError, CorruptDatabase):
+            return _is_named(current_generation(self.root), pointer)
+        except CorruptDatabase:
             return False
-        return digest == pointer.files["manifest.json"].sha256
+
+    def _kept(self, pointer: Pointer) -> Generation | None:
+        """Return a sound generation that the pointer names, with what was found out about it here, or None.
+
+        Raises DatabaseRefused if it is of another model.
+        """
+        for generation in kept_generations(self.root):
+            if _is_named(generation, pointer):
+                with self._refused_by_url(generation.folder), suppress(CorruptDatabase):
+                    database = AttentionDatabase.open_generation(generation)
+                    database.require_fingerprint(self._checkpoint.fingerprint(), self._checkpoint.name)
+                    return generation
+        return None
 
     def _downloaded(self, pointer: Pointer) -> Iterator[str]:
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
         with renewing(self.root, begins=True, inputs=inputs):
             if self._serves(pointer):
+                return
+            before = current_generation(self.root).number
+            if kept := self._kept(pointer):
+                reason = f"named again by {self.url}"
+                decide(self.root, Renewal(now(), Result.ROLLED_BACK, before, kept.number, reason))
                 return
             if not has_inputs(self.root, inputs):
                 clear_workspace(self.root)
@@ -324,9 +346,8 @@ class RemoteDatabase:
                 raise
             with self._refused_by_url(target):
                 AttentionDatabase.open(target)
-            before, number = current_generation(self.root).number, int(target.name)
             reason = f"downloaded from {self.url}"
-            decide(self.root, Renewal(now(), Result.PUBLISHED, before, number, reason))
+            decide(self.root, Renewal(now(), Result.PUBLISHED, before, int(target.name), reason))
 
     @contextmanager
     def _refused_by_url(self, target: Path) -> Iterator[None]:
@@ -385,6 +406,15 @@ class RemoteDatabase:
                 f"{self._store.url_of(name)} holds other bytes than were pushed; push the database again",
                 field="database",
             )
+
+
+def _is_named(generation: Generation, pointer: Pointer) -> bool:
+    # A pointer that differs in findings only names the same database.
+    try:
+        digest = file_digest(generation.folder / "manifest.json")
+    except OSError:
+        return False
+    return digest == pointer.files["manifest.json"].sha256
 
 
 def _private(path: str, flags: int) -> int:

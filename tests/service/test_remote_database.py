@@ -99,7 +99,8 @@ def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent
     assert files_of(current_generation(remote.root).folder) == files_of(other)
     pushed(root, url)
     list(remote.fetch(waits=True))
-    assert [generation.number for generation in kept_generations(remote.root)] == [2, 3]
+    assert current_generation(remote.root).number == 1
+    assert [generation.number for generation in kept_generations(remote.root)] == [1, 2]
 
 
 def test_push_of_the_same_database_sends_missing_and_damaged_objects_again(store, root, monkeypatch):
@@ -168,15 +169,36 @@ def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn
     served = ends_in == "clear_workspace"
     if withdrawn:
         pushed(root, url)
-    if not (withdrawn and served):
-        for folder in (tmp_path / "store").glob("*/"):
-            shutil.rmtree(folder)  # nothing is downloaded again
+    for folder in (tmp_path / "store").glob("*/"):
+        shutil.rmtree(folder)  # nothing is downloaded again
     list(remote.fetch(waits=True))
     assert not (remote.root / ".renewal").exists()
     assert files_of(current_generation(remote.root).folder) == files_of(root if withdrawn else other)
-    numbers = [1] if withdrawn and not served else [1, 2, 3] if withdrawn else [1, 2]
-    assert [line.generation for line in read_renewals(remote.root)] == numbers
-    assert [generation.number for generation in kept_generations(remote.root)] == numbers[-2:]
+    lines = [1] if withdrawn and not served else [1, 2, 1] if withdrawn else [1, 2]
+    assert [line.generation for line in read_renewals(remote.root)] == lines
+    assert [generation.number for generation in kept_generations(remote.root)] == lines[:2]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_database_that_is_named_again_serves_with_what_was_found_out_about_it(
+    root, other, tmp_path, tiny_checkpoint, damaged
+):
+    url = (tmp_path / "store").as_uri()
+    pushed(root, url)
+    remote = followed(url, tmp_path, tiny_checkpoint)
+    first = current_generation(remote.root)
+    (first.folder / "tightened.json").write_bytes(b"found out here")
+    pushed(other, url)
+    list(remote.fetch(waits=True))
+    pushed(root, url)
+    if damaged:
+        (first.folder / "projector.safetensors").write_bytes(b"")
+    else:
+        shutil.rmtree(tmp_path / "store" / AttentionDatabase.open(root).manifest.id)
+    list(remote.fetch(waits=True))
+    assert current_generation(remote.root).number == (3 if damaged else 1)
+    if not damaged:
+        assert (first.folder / "tightened.json").read_bytes() == b"found out here"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
