@@ -87,6 +87,9 @@ def _try_lock(file: IO[Any]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # a file system without locks
+        error.filename = file.name
+        raise
     return True
 
 

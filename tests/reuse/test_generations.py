@@ -255,6 +255,9 @@ def test_lines_that_are_damaged_are_reported_and_kept(root, tiny_prototypes_data
     renew(root, tiny_prototypes_database)
     assert lines.read_bytes().startswith(b"garbage\n")
     assert len(read_renewals(root)) == 2
+    lines.write_bytes(lines.read_bytes() + b"cut sho")
+    renew(root, tiny_prototypes_database)
+    assert len(read_renewals(root)) == 3
 
 
 def test_verify_names_what_no_renewal_leaves(root, tiny_prototypes_database):

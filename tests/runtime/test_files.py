@@ -1,5 +1,6 @@
 """Files are complete or absent, even with concurrent writers and after an interrupted write."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from full_disk import largest_file
 
 from attncache_core.runtime import files
-from attncache_core.runtime.files import move_into_place, remove_unfinished, write_whole
+from attncache_core.runtime.files import locked, move_into_place, remove_unfinished, write_whole
 
 CONTENT_BYTES = 300_000
 
@@ -56,6 +57,16 @@ def test_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     assert failed.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_system_without_locks_is_named_with_the_file(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(OSError, match="No locks") as failed, locked(tmp_path / "a.db", lambda: None):
+        pass
+    assert failed.value.filename == str(tmp_path / ".a.db.lock")
 
 
 @contextmanager

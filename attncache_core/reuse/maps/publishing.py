@@ -214,6 +214,8 @@ def _keep_line(root: Path, renewal: Renewal) -> None:
         return
     path = renewals_path(root)
     lines = path.read_bytes() if path.is_file() else b""
+    if lines and not lines.endswith(b"\n"):
+        lines += b"\n"  # behind a line that was cut short
     write_whole(path, lines + RENEWAL.dump_json(renewal) + b"\n", mode=0o600)
 
 
