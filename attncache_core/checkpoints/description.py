@@ -106,7 +106,12 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
             "(default_prompt_name) that is not among its prompts; add the prompt, or remove the name",
             field="model",
         )
-    classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
+    architectures = config.get("architectures") or []
+    if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
+        raise UnsupportedModel(
+            f"architectures in config.json of model folder {folder} must be a list of names", field="model"
+        )
+    classifier = any("ForSequenceClassification" in name for name in architectures)
     activation = _cross_encoder_activation(config, prompting)
     task: Task = "classify" if classifier and (activation or not modules) else "embed"
     if "LogitScore" in modules:
@@ -253,12 +258,20 @@ def _require_usual_outputs(settings: dict[str, Any], task: Task, folder: Path) -
 def _require_classes(config: dict[str, Any], folder: Path) -> None:
     """Raise UnsupportedModel unless the names of the classes, if there are any, are numbered from 0 on."""
     named = config.get("id2label")
-    if named and not (isinstance(named, dict) and set(named) == set(map(str, range(len(named))))):
+    if not named:
+        return
+    is_numbered = isinstance(named, dict) and set(named) == set(map(str, range(len(named))))
+    if not (is_numbered and all(map(_is_name, named.values()))):
         raise UnsupportedModel(
             f"id2label in config.json of model folder {folder} must be an object that names class 0 and all "
-            "following ones",
+            "following ones, each by a string",
             field="model",
         )
+
+
+def _is_name(name: object) -> bool:
+    # JSON may hold half a character, which no answer can hold.
+    return isinstance(name, str) and name == name.encode("utf-8", "ignore").decode()
 
 
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}

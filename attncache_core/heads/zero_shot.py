@@ -87,9 +87,9 @@ class ZeroShot:
 
 def entailment_class(config: dict[str, Any]) -> int | None:
     """Return the number of the class for entailment in a checkpoint's config.json; None if it has none."""
-    numbers = config.get("label2id") or {
-        name: number for number, name in (config.get("id2label") or {}).items()
-    }
-    return next(
-        (int(number) for name, number in numbers.items() if str(name).lower().startswith("entail")), None
-    )
+    names, numbers = config.get("id2label") or {}, config.get("label2id")
+    if not (numbers and isinstance(numbers, dict)):
+        numbers = {name: number for number, name in names.items()}
+    found = [str(number) for name, number in numbers.items() if str(name).lower().startswith("entail")]
+    known = found and found[0].isdecimal() and int(found[0]) < len(names or numbers)
+    return int(found[0]) if known else None

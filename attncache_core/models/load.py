@@ -283,7 +283,7 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
     """Return the module of transformers for a checkpoint, and how its weights differ from the module's."""
     loader: Any = _LOADERS[checkpoint.task]
     # The layers attend by other code, so what config.json asks for need not be installed.
-    asks = "attn_implementation" in checkpoint.config
+    asks = {"attn_implementation", "_attn_implementation"} & checkpoint.config.keys()
     model, report = loader.from_pretrained(
         checkpoint.folder,
         dtype=dtype,

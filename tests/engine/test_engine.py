@@ -100,6 +100,9 @@ def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path
         ({"0": "a", "1": "b"}, "names 2 classes, and the model has 3"),
         ({"1": "a", "2": "b", "3": "c"}, "must be an object"),
         (["a", "b", "c"], "must be an object"),
+        ({"0": 1, "1": 2, "2": 3}, "each by a string"),
+        ({"0": "a", "1": None, "2": "c"}, "each by a string"),
+        ({"0": "a", "1": "\ud800", "2": "c"}, "each by a string"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.special import softmax
 
 from attncache_core.heads.decisions import class_scores
+from attncache_core.heads.zero_shot import entailment_class
 
 
 @given(arrays(np.float32, (3, 4), elements=st.floats(-50, 50, width=32)), st.floats(0.01, 10))
@@ -24,3 +25,19 @@ def test_least_temperature_decides_without_a_warning(multi_label):
     assert class_scores(logits, 5e-324, multi_label).tolist() == [[0, 1]]
     huge = np.array([[1e30, 0.0, -1e30]])
     assert multi_label or class_scores(huge, 1e-3).tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        (None, 1),
+        ({}, 1),
+        (["entailment"], 1),
+        ({"ENTAILS": 2}, 2),
+        ({"entailment": 3}, None),
+        ({"entail": None}, None),
+    ],
+)
+def test_class_of_entailment_is_one_of_the_models(numbers, expected):
+    names = {"0": "neutral", "1": "Entailment", "2": "contradiction"}
+    assert entailment_class({"id2label": names, "label2id": numbers}) == expected
