@@ -47,6 +47,7 @@ _REASONS = (
     (r"dns error|lookup address", "the name of the host is not known"),
     (r"timed out|TimedOut|Timeout", "the store does not answer in time"),
     (r"No space left", "there is no space left"),
+    (r"(?:operation on|open file) (.+?): Permission denied", r"permission is denied for \1"),
     (r"status[\w ]*[:( ]+(\d{3})", r"the store answers with status \1"),
     (r"rror sending request", "the store cannot be reached"),
     (r"decoding response body|ncomplete|nd of file", "the connection is cut"),

@@ -193,12 +193,14 @@ def test_what_config_json_says_about_attention_code_and_absent_types_changes_not
     sequences = random_sequences([3, 9])
     expected = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
     path = folder / "config.json"
-    changes = {"attn_implementation": "flash_attention_2"}
-    if name in ("modernbert-local-global", "llama"):
-        changes["type_vocab_size"] = None
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
-    found = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
-    np.testing.assert_array_equal(found, expected)
+    written = json.loads(path.read_bytes())
+    for option in ("attn_implementation", "_attn_implementation"):
+        changes = {option: "flash_attention_2"}
+        if name in ("modernbert-local-global", "llama"):
+            changes["type_vocab_size"] = None
+        path.write_text(json.dumps(written | changes))
+        found = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])

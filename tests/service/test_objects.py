@@ -73,6 +73,14 @@ def test_reason_of_a_wrong_url_or_of_missing_credentials_is_named(monkeypatch, u
     assert SECRET not in str(raised.value)
 
 
+@pytest.mark.parametrize("what", ["walk dir: IO error for operation on", "open file"])
+def test_path_without_permission_is_named(what):
+    told = (
+        f"Generic LocalFileSystem error: Unable to {what} /in/a b: Permission denied (os error 13)\n\nDebug"
+    )
+    assert objects._reason(Exception(told)) == "permission is denied for /in/a b"
+
+
 @pytest.mark.parametrize("function", [without_secrets, has_secrets, lambda url: joined(url, "a")])
 def test_malformed_url_is_refused_wherever_it_is_read(function):
     with pytest.raises(InvalidInput, match="a URL is malformed") as refused:
