@@ -283,7 +283,7 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
     """Return the module of transformers for a checkpoint, and how its weights differ from the module's."""
     loader: Any = _LOADERS[checkpoint.task]
     # The layers attend by other code, so what config.json asks for need not be installed.
-    asks = {"attn_implementation", "_attn_implementation"} & checkpoint.config.keys()
+    asked = {"attn_implementation", "_attn_implementation"} & checkpoint.config.keys()
     model, report = loader.from_pretrained(
         checkpoint.folder,
         dtype=dtype,
@@ -291,7 +291,7 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
         output_loading_info=True,
         # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
         experts_implementation="eager",
-        attn_implementation="eager" if asks else None,
+        **dict.fromkeys(asked, "eager"),
     )
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.
