@@ -9,12 +9,15 @@ import signal
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, serving
+from hypothesis import given
+from hypothesis import strategies as st
 from queueing import queued
 from raw_http import served, wait_until
 from running import FILE, ONE, OPS, TWO, Clock, bearer, keys_file, samples
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from service.access import quotas
 from service.access.keys import KeyRing
 from service.access.quotas import Quotas, QuotaUse
 from service.errors import Forbidden, InvalidSettings, QuotaExceeded, StoreUnavailable, Unauthorized
@@ -705,3 +708,17 @@ def test_whatever_a_reload_raises_the_others_follow(error, caplog):
     assert calls == [1]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.INFO]
     assert "the server goes on with what it has" in caplog.text
+
+
+@given(
+    st.integers(1, 10_000),
+    st.floats(-3, 1) | st.floats(-1e5, 1),
+    st.floats(0, quotas._FULL_SECONDS),
+    st.floats(0, quotas._FULL_SECONDS),
+)
+def test_what_is_used_is_kept_until_the_bucket_is_full_also_by_a_clock_behind(
+    per_minute, level, ahead, behind
+):
+    bucket = quotas._Bucket(per_minute, level * per_minute, 1000.0 + ahead)
+    bucket.refill(1000.0 + bucket.seconds_until_full(1000.0) - behind)
+    assert bucket.level == pytest.approx(per_minute)
