@@ -173,6 +173,7 @@ def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn
         shutil.rmtree(folder)  # nothing is downloaded again
     list(remote.fetch(waits=True))
     assert not (remote.root / ".renewal").exists()
+    assert not list(structural_faults(remote.root))
     assert files_of(current_generation(remote.root).folder) == files_of(root if withdrawn else other)
     lines = [1] if withdrawn and not served else [1, 2, 1] if withdrawn else [1, 2]
     assert [line.generation for line in read_renewals(remote.root)] == lines
