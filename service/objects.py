@@ -200,13 +200,14 @@ class ObjectFolder:
                 for meta in page:
                     yield _stored(meta, meta["path"])
 
-    def broken_links(self) -> Iterator[str]:
-        """Yield the names of links of a local folder whose files are not there: `list` leaves them out."""
+    def broken_links(self) -> Iterator[StoredObject]:
+        """Yield links of a local folder whose files are not there: `list` leaves them out."""
         if self._folder is not None:
             for folder, _, names in os.walk(self._folder):
                 paths = (Path(folder, name) for name in names)
                 broken = (path for path in paths if path.is_symlink() and not path.exists())
-                yield from (str(path.relative_to(self._folder)) for path in broken)
+                for path in broken:
+                    yield StoredObject(str(path.relative_to(self._folder)), path.lstat().st_size, "none")
 
     def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
         """Write an object, or replace it. What `content` raises leaves no object. Raises OSError."""

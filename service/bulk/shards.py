@@ -274,16 +274,10 @@ def _listed(given: str) -> Iterator[_File]:
             # Programs that write in parts make a folder of this name.
             yield from _listed(f"{path}/?{query}")
         return
-    for name in folder.broken_links():
-        if fnmatchcase(name, pattern):
-            raise InvalidInput(
-                f"{folder.url_of(name)} is a link, and its file is not there; mount it, or remove the link",
-                field="input",
-            )
     listed: Iterable[StoredObject] = folder.list()
     if folder.is_local:
         # Object stores list by name, and folders in any order.
-        listed = sorted(listed, key=lambda stored: stored.name)
+        listed = sorted(chain(listed, folder.broken_links()), key=lambda stored: stored.name)
     for stored in listed:
         if fnmatchcase(stored.name, pattern):
             yield url, stored

@@ -139,16 +139,20 @@ def test_output_below_an_input_is_no_input_however_both_are_spelt(tiny_checkpoin
         (inputs / "out" / "manifest.json").unlink()  # as if the run had been killed before its end
 
 
-def test_link_whose_file_is_not_there_is_no_file_that_is_left_out(tiny_checkpoint, folder, tmp_path):
+def test_link_whose_file_is_not_there_is_a_file_that_fails(tiny_checkpoint, folder, tmp_path):
     (folder / "below").mkdir()
     link = folder / "below" / "5.parquet"
     link.symlink_to(tmp_path / "absent.parquet")
     ended = embed(tiny_checkpoint, folder, tmp_path / "out")
-    assert ended.exit_code == 2
-    assert f"{link} is a link, and its file is not there" in ended.stderr
+    assert ended.exit_code == 3
+    (failed,) = (tmp_path / "out" / "failed.jsonl").read_text().splitlines()
+    assert json.loads(failed)["input"] == link.as_uri()
+    assert "not there" in json.loads(failed)["reason"]
     (folder / "other.txt").symlink_to(tmp_path / "absent.txt")
     shutil.copy(folder / "1.parquet", tmp_path / "absent.parquet")
-    assert "20 shards computed (120 rows)" in succeeded(embed(tiny_checkpoint, folder, tmp_path / "out"))
+    assert "5 shards computed (30 rows), 15 were there" in succeeded(
+        embed(tiny_checkpoint, folder, tmp_path / "out")
+    )
 
 
 def test_shards_of_inputs_that_were_changed_stay_and_are_told(tiny_checkpoint, folder, texts, tmp_path):
