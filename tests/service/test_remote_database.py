@@ -154,7 +154,7 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
-@pytest.mark.parametrize("ends_in", ["_finish", "_switch", "_switch_to", "clear_workspace"])
+@pytest.mark.parametrize("ends_in", ["_finish", "_switch_to", "clear_workspace"])
 def test_killed_download_is_published_from_what_is_there_unless_it_was_withdrawn_before_it_served(
     root, other, tmp_path, tiny_checkpoint, monkeypatch, ends_in, withdrawn
 ):
