@@ -201,7 +201,7 @@ class ObjectFolder:
                     yield _stored(meta, meta["path"])
 
     def broken_links(self) -> Iterator[StoredObject]:
-        """Yield links of a local folder whose files are not there: `list` leaves them out."""
+        """Yield links of a local folder whose files are not there. `list` leaves them out; reading fails."""
         if self._folder is not None:
             for folder, _, names in os.walk(self._folder):
                 paths = (Path(folder, name) for name in names)

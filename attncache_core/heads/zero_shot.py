@@ -90,6 +90,8 @@ def entailment_class(config: dict[str, Any]) -> int | None:
     names, numbers = config.get("id2label") or {}, config.get("label2id")
     if not (numbers and isinstance(numbers, dict)):
         numbers = {name: number for number, name in names.items()}
-    found = [str(number) for name, number in numbers.items() if str(name).lower().startswith("entail")]
-    known = found and found[0].isdecimal() and int(found[0]) < len(names or numbers)
-    return int(found[0]) if known else None
+    for name, number in numbers.items():
+        if str(name).lower().startswith("entail"):
+            is_class = str(number).isdecimal() and int(number) < len(names or numbers)
+            return int(number) if is_class else None
+    return None

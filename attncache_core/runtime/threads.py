@@ -25,7 +25,7 @@ def available_processors() -> int:
 
 
 def limit_threads(threads: int | None = None) -> int:
-    """Set the number of threads of torch and Faiss, and return it; by default, and at most, all processors.
+    """Set the number of threads of torch and Faiss, and return it. Default, and at most: one per processor.
 
     More threads than available processors would wait for each other at every layer.
     Matrix products of NumPy and SciPy get one thread. The threads of their pool stay awake for a while after

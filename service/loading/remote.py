@@ -48,6 +48,7 @@ from attncache_core.reuse.maps.generations import (
 )
 from attncache_core.reuse.maps.integrity import damaged_records, file_digest
 from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.maps.policy_state import Tightened, kept_steps, merge_tightened
 from attncache_core.reuse.maps.publishing import (
     building_folder,
     clear_workspace,
@@ -315,6 +316,16 @@ class RemoteDatabase:
                     return generation
         return None
 
+    def _tighten(self, kept: Generation, pointer: Pointer) -> None:
+        """Make the policy of a kept generation as tight as the findings that were pushed say."""
+        if _FINDINGS in pointer.files:
+            clear_workspace(self.root)
+            pushed = building_folder(self.root)
+            self._file(pointer, _FINDINGS, pushed)
+            policy = Manifest.read(kept.folder).policy
+            steps = kept_steps(pushed, policy)
+            merge_tightened(kept.folder, policy, Tightened(steps), _LONGEST_WAIT_SECONDS)
+
     def _downloaded(self, pointer: Pointer) -> Iterator[str]:
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
@@ -323,6 +334,7 @@ class RemoteDatabase:
                 return
             before = current_generation(self.root).number
             if kept := self._kept(pointer):
+                self._tighten(kept, pointer)
                 reason = f"named again by {self.url}"
                 decide(self.root, Renewal(now(), Result.ROLLED_BACK, before, kept.number, reason))
                 return

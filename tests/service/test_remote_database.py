@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from killed_transfers import download_until_killed, push_until_killed
 from store_server import object_store
 
 from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
+from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import verify_generations
 from attncache_core.reuse.maps.generations import (
@@ -22,6 +24,8 @@ from attncache_core.reuse.maps.generations import (
     read_renewals,
     structural_faults,
 )
+from attncache_core.reuse.maps.policy import Budget, Steps
+from attncache_core.reuse.maps.policy_state import Tightened, kept_steps, merge_tightened
 from service.loading import remote as remote_module
 from service.loading.engines import load_engines
 from service.loading.remote import POINTER, RemoteDatabase, push, with_remote_database
@@ -77,13 +81,13 @@ def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent
     scheme, store, root, other, tmp_path, tiny_checkpoint
 ):
     url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
-    (root / "tightened.json").write_bytes(b"{}")
+    (root / "tightened.json").write_bytes(b'{"format_version": 1, "policies": {}}')
     shown = succeeded(run("push", root, url))
     count = len(files_of(root))
     assert f"{count} of {count} files sent" in shown
     assert "endpoint" not in shown
     assert "holds this database already" in pushed(root, url)
-    (root / "tightened.json").write_bytes(b"{ }")
+    (root / "tightened.json").write_bytes(b'{"format_version": 1, "policies": { }}')
     assert "1 of" in pushed(root, url)
 
     reader = url if scheme == "file" else store.http % "a"
@@ -185,21 +189,25 @@ def test_database_that_is_named_again_serves_with_what_was_found_out_about_it(
     root, other, tmp_path, tiny_checkpoint, damaged
 ):
     url = (tmp_path / "store").as_uri()
+    manifest = AttentionDatabase.open(root).manifest
+    policy = replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))
+    replace(manifest, policy=policy).write(root)
     pushed(root, url)
     remote = followed(url, tmp_path, tiny_checkpoint)
     first = current_generation(remote.root)
-    (first.folder / "tightened.json").write_bytes(b"found out here")
+    groups = len(policy.groups)
+    merge_tightened(first.folder, policy, Tightened(Steps((2,) * groups, 0)))
     pushed(other, url)
     list(remote.fetch(waits=True))
+    merge_tightened(root, policy, Tightened(Steps((1,) * groups, 1)))
     pushed(root, url)
     if damaged:
         (first.folder / "projector.safetensors").write_bytes(b"")
-    else:
-        shutil.rmtree(tmp_path / "store" / AttentionDatabase.open(root).manifest.id)
     list(remote.fetch(waits=True))
-    assert current_generation(remote.root).number == (3 if damaged else 1)
-    if not damaged:
-        assert (first.folder / "tightened.json").read_bytes() == b"found out here"
+    serving = current_generation(remote.root)
+    assert serving.number == (3 if damaged else 1)
+    assert kept_steps(serving.folder, policy) == Steps(((1 if damaged else 2),) * groups, 1)
+    assert not (remote.root / ".renewal").exists()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])

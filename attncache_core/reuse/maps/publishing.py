@@ -166,8 +166,8 @@ def settle(root: Path, inputs: bytes | None = None) -> Renewal | None:
         # A decision that was damaged on the disk is not done, and the next renewal decides again.
         with suppress(ValidationError):
             decided = RENEWAL.validate_json(path.read_bytes())
-            serves = current_generation(root).number == decided.generation
-            if inputs is None or has_inputs(root, inputs) or serves:
+            is_meant = inputs is None or has_inputs(root, inputs)
+            if is_meant or current_generation(root).number == decided.generation:
                 renewal = decided
                 _finish(root, renewal)
             elif decided.result is Result.PUBLISHED:
