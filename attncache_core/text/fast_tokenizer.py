@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
+import transformers
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+# What the classes of transformers read otherwise than some files tokenizer.json, and a text that shows it.
+_SAMPLES = {
+    "capital letters": "The CAPITAL Letters",
+    "accents": "café Éclair e\u0301",
+    "letters with a compatible form, such as \ufb01 or \uff41": "\ufb01 \u00bd \uff41\uff42 \u2460",
+    "spaces at their ends or in a row": " two  spaces ",
+    "line breaks or tabs": "a\nb\r\nc\td",
+    "Chinese characters": "日本語",
+    "digits and signs": "don't pay $12,345.67 (now)!",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +83,35 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
             field="model",
         )
     _set_up(tokenizer, lowercase=checkpoint.lowercase)
+    _warn_if_unlike_its_file(tokenizer, checkpoint)
     has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
     return FastTokenizer(tokenizer, special, max(known) + 1, loaded.model_max_length, has_types)
+
+
+def _warn_if_unlike_its_file(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
+    """Warn if tokens are not those of tokenizer.json.
+
+    Version 5 of transformers builds the normaliser of most classes anew, whatever the file says, so texts can
+    have other tokens than in training. They have the same in every library that uses transformers.
+    """
+    # Some folders have no such file, and transformers reads files that this class cannot read.
+    with suppress(Exception):
+        file = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+        _set_up(file, lowercase=checkpoint.lowercase)
+        unlike = [what for what, text in _SAMPLES.items() if _tokens(file, text) != _tokens(tokenizer, text)]
+        if unlike:
+            logger.warning(
+                "transformers %s gives model %s other tokens than its tokenizer.json, for texts with %s. "
+                "If the model was trained with the tokens of the file, set tokenizer_class to "
+                "PreTrainedTokenizerFast in tokenizer_config.json",
+                transformers.__version__,
+                checkpoint.name,
+                ", ".join(unlike),
+            )
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> list[str]:
+    return tokenizer.encode(text, add_special_tokens=False).tokens
 
 
 def _set_up(tokenizer: Tokenizer, *, lowercase: bool) -> None:

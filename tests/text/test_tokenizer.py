@@ -9,7 +9,7 @@ from core_models import CLS, PLAIN_WORDS, SEP, WORDS, write_json, write_sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -263,6 +263,30 @@ def test_equal_texts_have_equal_tokens_whatever_dropout_the_file_names(tmp_path)
     model = models.BPE(FEW_WORDS | {"AC": 4, "ACAC": 5, "ACACAC": 6}, merges, dropout=0.5)
     tokenizer = TextTokenizer(with_tokenizer(tmp_path, closed(model)))
     assert tokenizer.tokenize(["ACACAC"] * 64, truncate=True) == [[0, 6, 1]] * 64
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "kind", "warned"),
+    [
+        (normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), "BertTokenizer", "such as ﬁ"),
+        (normalizers.Lowercase(), "PreTrainedTokenizerFast", None),
+        (normalizers.BertNormalizer(lowercase=True), "BertTokenizer", None),
+        (normalizers.BertNormalizer(lowercase=False), "BertTokenizer", "texts with capital letters"),
+    ],
+)
+def test_tokens_that_are_not_those_of_tokenizer_json_are_warned_about(
+    tmp_path, caplog, normalizer, kind, warned
+):
+    letters = [chr(code) for code in range(33, 127)]
+    ids = {"[PAD]": 0, "[UNK]": 1} | {"[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    ids |= {piece: 5 + number for number, piece in enumerate([*letters, *("##" + x for x in letters)])}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    tokenizer.enable_truncation(3)
+    checkpoint = with_tokenizer(tmp_path, tokenizer, vocab_size=len(ids))
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": kind})
+    TextTokenizer(checkpoint)
+    assert warned in caplog.text if warned else not caplog.text
 
 
 @pytest.mark.parametrize(
