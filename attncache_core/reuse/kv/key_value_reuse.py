@@ -25,6 +25,8 @@ from attncache_core.text.prompts import SequencePlan
 
 # So many roots are remembered: of the last salts and prompts.
 _ROOTS = 256
+# The first byte of the salts of truncated blocks, and of no client's salt, because clients send UTF-8.
+_TRUNCATED = b"\xff"
 
 
 class KeyValueReuse:
@@ -56,18 +58,23 @@ class KeyValueReuse:
         worth keeping; the continuation is not worth keeping either.
         """
         back = max((target.back for target in plan.targets), default=-1) if plan else -1
-        passing += len(plan.continuation) if plan else 0
+        if salt.startswith(_TRUNCATED):
+            back = max(back, 0)  # the pooled state of kept tokens is unknown; see _copy
         # The hidden states at the targets are read, so these tokens must be computed.
-        return self._named(salt, self.skipped(plan), ids[: len(ids) - passing], len(ids) - 1 - back)
+        return self._named(salt, plan, ids, passing, len(ids) - 1 - back)
 
-    def _named(self, salt: bytes, skipped: int, ids: Sequence[int], max_given: int) -> PrefixKey:
-        named = PrefixKey.of(self._root_key(salt, skipped), ids, max_given, self._last)
+    def _named(
+        self, salt: bytes, plan: SequencePlan | None, ids: Sequence[int], passing: int, max_given: int
+    ) -> PrefixKey:
+        passing += len(plan.continuation) if plan else 0
+        root = self._root_key(salt, self.skipped(plan))
+        named = PrefixKey.of(root, ids[: len(ids) - passing], max_given, self._last)
         self._last = named
         return named
 
     def whole(self, ids: Sequence[int], salt: bytes) -> PrefixKey:
         """Return how token ids are looked up that may all be given. Only if outputs read the last token."""
-        return self._named(salt, 0, ids, len(ids))
+        return self._named(salt, None, ids, 0, len(ids))
 
     def skipped(self, plan: SequencePlan | None) -> int:
         """Return the tokens at the front of a sequence that pooling leaves out."""
@@ -90,15 +97,14 @@ class KeyValueReuse:
         None if not all of them are stored, or if pooling reads other tokens than the last one: what it reads
         of the kept tokens is not stored. ids, plan, salt, passing: as for `prefix_key`.
         """
-        prefix_key = self.prefix_key(ids, plan, salt, passing=passing)
+        prefix_key = self._named(salt, plan, ids, passing, len(ids))
         if not kept or not self.reads_last:
             return None
         self.store.fetch(prefix_key)
         if self.store.lookup(prefix_key).memory <= kept[-1]:
             return None  # before places are reserved for what is not stored
         positions = np.asarray(kept, dtype="<i8").tobytes()
-        # No salt of a client begins with this byte, because clients send UTF-8.
-        kept_salt = b"\xff" + hashlib.sha256(prefix_key.root + prefix_key.tokens + positions).digest()
+        kept_salt = _TRUNCATED + hashlib.sha256(prefix_key.root + prefix_key.tokens + positions).digest()
         source = self.store.begin([prefix_key], load=False)
         try:
             if source.given_tokens[0] <= kept[-1]:

@@ -5,6 +5,8 @@ import pytest
 from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, random_ids, run, store_of
 
 from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.engine.continued import run_continued
+from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 
 
@@ -20,9 +22,12 @@ def slots_of(store, sequence):
     return np.concatenate(parts, axis=1)
 
 
+def reuse_of(store):
+    return KeyValueReuse(store, b"model", Pooling(("lasttoken",)), prompt_tokens=0)
+
+
 def truncate(store, ids, positions):
-    reuse = KeyValueReuse(store, b"model", Pooling(("lasttoken",)), prompt_tokens=0)
-    return reuse.truncate(ids, None, b"", positions)
+    return reuse_of(store).truncate(ids, None, b"", positions)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,20 @@ def test_a_vector_of_truncated_tokens_alone_is_unknown_and_not_answered(model):
     run(model, store, [ids])
     salt = truncate(store, ids, list(range(8, 40)))
     assert not run(model, store, [ids[8:]], salts=[salt]).finite.any()
+
+
+def test_conversation_that_is_what_was_kept_is_answered_and_can_be_cut_again(model):
+    store, ids = store_of(model), random_ids(40)
+    run(model, store, [ids])
+    reuse, kept = reuse_of(store), ids[8:]
+    salt = reuse.truncate(ids, None, b"", list(range(8, 40)))
+    again = reuse.truncate(kept, None, salt, list(range(len(kept))))
+    for named in (salt, again):
+        request = PrefillRequest(kept, False, None, reuse.prefix_key(kept, None, named))
+        found = run_continued(model, store, [request], [0])
+        assert found.finite.all()
+        assert found.cached_tokens.tolist() == [16]  # the block of the last token is computed again
+    assert_nothing_is_in_use(store)
 
 
 def test_tokens_that_are_not_stored_cannot_be_kept(model):
