@@ -73,7 +73,7 @@ def main(
 
     def transfer(calibration: tuple[Probes, Measurements], target: tuple[Probes, Measurements]) -> Calibrated:
         """Choose mask and policy on `calibration`, and apply them to `target`."""
-        terms = Terms.of(calibration[0], budget, savings)
+        terms = Terms.of(calibration[0], budget, savings, shortest=min(opened.search.store.segments))
         chosen, _ = choose_policy(terms, masks, calibration[1])
         of_mask = target[1][masks.index(chosen.mask)]
         return apply_policy(target[0], of_mask, chosen.mask, chosen.policy)

@@ -152,7 +152,8 @@ def calibrate(
         return Calibration(masks[-1], policy, None, {"measured": 0})
     savings = measure_savings(engine, search, probes, head_order(rank))
     # Without records of single texts there is nothing to search but a few means.
-    terms = Terms.of(probes, budget, savings, may_search=not search.index.is_empty)
+    shortest = min(search.store.segments, default=0)
+    terms = Terms.of(probes, budget, savings, shortest=shortest, may_search=not search.index.is_empty)
     trials = _Trials(engine, search, terms, progress)
     trials.measure(masks)
     chosen, options = choose_policy(trials.terms, trials.masks, trials.measured, threshold)
@@ -229,7 +230,7 @@ def _with_limit(
     If no option keeps the budget, only recorded sequences hit.
     """
     terms = trials.terms
-    if not could_keep_floor(terms.budget, len(terms.probes.sequences)):
+    if not could_keep_floor(terms.budget, terms.probes_that_may_hit):
         return _exact_calibration(trials)
     max_texts = _UNFAMILIAR_PER_PROBE * len(terms.probes.sequences)
     fitted, unseen = (
@@ -315,7 +316,8 @@ def _exact_calibration(trials: _Trials) -> Calibration:
     lengths = (int(terms.probes.lengths[group].max()) for group in terms.groups)
     policy = ReusePolicy(terms.budget, tuple(map(recorded_only, lengths)))
     chosen = calibrated(terms, measured, mask, policy)
-    return Calibration(mask, policy, None, report(chosen, trials.options(), terms.probes))
+    quality = report(chosen, trials.options(), terms.probes) | {"may_hit": terms.probes_that_may_hit}
+    return Calibration(mask, policy, None, quality)
 
 
 def _serving_kinds(policy: ReusePolicy) -> Sequence[RecordKind]:

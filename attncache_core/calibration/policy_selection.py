@@ -36,15 +36,16 @@ _MAX_GROUPS = 6
 _RARE_SHARE = 0.02
 
 
-def rare_length(lengths: np.ndarray) -> int:
-    """Return the number of tokens up to which only a few probes were measured; 0 if there are no such probes.
+def rare_length(lengths: np.ndarray, shortest: int) -> int:
+    """Return the number of tokens up to which few probes were measured, or none; 0 if no text is so short.
 
     A text of a few tokens, such as a single word, differs from the mean of its length more than a longer text
     does. In one length group with longer texts, it would hardly count. lengths: tokens of each probe, rising.
+    shortest: tokens of the shortest record.
     """
     few = int(np.ceil(min(MIN_PROBES, _RARE_SHARE * len(lengths))))
     common = int(lengths[few - 1])  # the shortest length that is not rare
-    return common - 1 if lengths[0] < common else 0
+    return common - 1 if shortest < common else 0
 
 
 def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:
@@ -67,16 +68,28 @@ class Terms:
     budget: Budget
     savings: Savings
     search_costs: np.ndarray  # microseconds to search the records for each probe, float64 [probes]
-    may_search: bool = True  # whether a length group may be searched
+    may_search: bool  # whether a length group may be searched
+    rare: int  # tokens of the longest texts that were hardly measured; see rare_length
 
     @classmethod
-    def of(cls, probes: Probes, budget: Budget, savings: Savings, *, may_search: bool = True) -> Terms:
-        """Divide the probes into length groups, and measure the cost of searching each group."""
+    def of(
+        cls, probes: Probes, budget: Budget, savings: Savings, *, shortest: int, may_search: bool = True
+    ) -> Terms:
+        """Divide the probes into length groups, and measure the cost of searching each group.
+
+        shortest: tokens of the shortest record.
+        """
         groups = length_groups(probes.lengths, budget.measure)
         search_costs = np.zeros(len(probes.sequences))
         for group in groups:
             search_costs[group] = savings.search(set(probes.lengths[group].tolist()))
-        return cls(probes, groups, budget, savings, search_costs, may_search)
+        rare = rare_length(probes.lengths, shortest)
+        return cls(probes, groups, budget, savings, search_costs, may_search, rare)
+
+    @property
+    def probes_that_may_hit(self) -> int:
+        """The number of probes that are longer than the rare ones."""
+        return int((self.probes.lengths > self.rare).sum())
 
 
 @dataclass(frozen=True)
@@ -160,8 +173,7 @@ def policy_for(
     familiar probes. None: all are familiar. Of lengths that are too rare to be measured, only recorded
     sequences hit; see rare_length.
     """
-    lengths = terms.probes.lengths
-    rare = rare_length(lengths)
+    lengths, rare = terms.probes.lengths, terms.rare
     may_hit = (lengths > rare) if familiar is None else (lengths > rare) & familiar
     longest = [int(lengths[group].max()) for group in terms.groups]
     groups = [

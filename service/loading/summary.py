@@ -72,7 +72,7 @@ def expected_savings(engine: PrefillEngine) -> str:
 
 def why_exact(manifest: Manifest) -> str:
     """Return the reason why only recorded texts hit."""
-    probes = manifest.quality["measured"]
+    probes = manifest.quality.get("may_hit", manifest.quality["measured"])
     if not could_keep_floor(manifest.policy.budget, probes):
         return (
             f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "

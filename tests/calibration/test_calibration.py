@@ -30,6 +30,7 @@ from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.mask import head_order, mildest_mask, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.runtime.files import left_unfinished
+from service.loading.summary import why_exact
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -109,6 +110,15 @@ def test_report_equals_the_manifests_quality_and_keeps_the_budget(calibrated, te
     assert report["heads"] == database.mask.total
     assert report["hit_rate"] > 0
     assert report["mean"] >= report["lower_bound"] >= BUDGET.least
+
+
+def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, built, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    texts = random_sequences([5] * 4 + list(range(6, 10)) * 74, seed=5)
+    budget = replace(BUDGET, floor=0.5)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), budget)
+    assert (report["measured"], report["may_hit"], report["hit_rate"]) == (300, 296, 0)
+    assert "296 held-out texts cannot prove" in why_exact(AttentionDatabase.open(folder).manifest)
 
 
 def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(

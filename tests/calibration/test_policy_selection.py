@@ -356,7 +356,7 @@ def test_length_groups_are_equally_large_where_no_length_is_common(measure, coun
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=2500))
 def test_lengths_up_to_the_rare_one_are_few_probes_and_with_the_next_length_they_are_not(lengths):
     lengths = np.sort(lengths)
-    rare, few = rare_length(lengths), min(20, 0.02 * len(lengths))
+    rare, few = rare_length(lengths, lengths[0]), min(20, 0.02 * len(lengths))
     following = lengths[lengths > rare].min()
     assert np.sum(lengths <= following) >= few
     if rare:
@@ -364,6 +364,8 @@ def test_lengths_up_to_the_rare_one_are_few_probes_and_with_the_next_length_they
         assert following == rare + 1  # also lengths between them, of which nothing was measured, are rare
     else:
         assert np.sum(lengths == lengths[0]) >= few
+    # A length with records and without any probe is hardly measured too.
+    assert rare_length(lengths, lengths[0] - 1) == following - 1
 
 
 def test_of_lengths_that_are_hardly_measured_only_recorded_texts_hit():
@@ -394,7 +396,7 @@ def applied_to(probes, measured, mask, policy, search=7.0):
 
 
 def terms_of(probes, budget):
-    return Terms.of(probes, budget, SAVINGS)
+    return Terms.of(probes, budget, SAVINGS, shortest=int(probes.lengths[0]))
 
 
 def some_probes(measure=COSINE, seed=0, count=240):
