@@ -45,7 +45,7 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
         # transformers would create a tokenizer with an empty vocabulary.
         raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
     try:
-        with loading(f"the tokenizer of model {checkpoint.name}"):
+        with loading(f"config.json or the tokenizer of model {checkpoint.name}"):
             loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
             special = frozenset(loaded.all_special_ids)
     except UnsupportedModel as error:

@@ -108,7 +108,6 @@ class Connection(HttpToolsProtocol):
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
         self._has_served = False
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._read_bytes = 0  # of the last read
         self._header_bytes = 0
         self._body_bytes = 0
         self._bytes_with_framing = 0
@@ -156,7 +155,7 @@ class Connection(HttpToolsProtocol):
                 # A response comes first. Until then, the client need not send any more.
                 self.flow.pause_reading()
             return
-        before, cycle, self._read_bytes = self._receiving, self.cycle, len(data)
+        before, cycle = self._receiving, self.cycle
         super().data_received(data)
         if self._receiving is _Receiving.NOTHING or self._refusal is not None:
             return
@@ -213,12 +212,11 @@ class Connection(HttpToolsProtocol):
         """
         if self._receiving is _Receiving.BODY:
             return  # the head of `ignore_upgrade`
-        if len(self.headers) > _MAX_HEADERS or self._header_bytes + self._read_bytes > _MAX_HEADER_BYTES:
-            # What came in the last read was not counted.
-            size = sum(len(name) + len(value) for name, value in self.headers)
-            self._bound_headers(max(0, size - self._header_bytes))
-            if self._refusal is not None:
-                raise OverflowError
+        # What came in the first read and in the last one was not counted.
+        size = sum(len(name) + len(value) for name, value in self.headers)
+        self._bound_headers(max(0, size - self._header_bytes))
+        if self._refusal is not None:
+            raise OverflowError
         self._body_bytes = self._bytes_with_framing = 0
         super().on_headers_complete()
         self._receiving = _Receiving.BODY

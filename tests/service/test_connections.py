@@ -215,6 +215,14 @@ def test_headers_that_are_too_large_are_refused_though_they_come_at_once(server,
             assert client.recv(1) == b""
 
 
+def test_headers_that_are_too_large_are_refused_though_they_come_in_two_parts(server):
+    with counted(server, "headers_too_large"), server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 40_000)
+        server.ask(HEALTH)  # the first part has been read
+        client.sendall(b"x" * 40_000 + b"\r\n\r\n")
+        assert read_response(client).status == 431
+
+
 CHUNK = post_chunked(b"{")
 
 
