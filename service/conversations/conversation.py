@@ -108,8 +108,8 @@ class History:
     ) -> History:
         """Return the history with these turns instead, the last of which came with a request.
 
-        The cut stays where it is if the turns agree with the former turns until there, and if they would not
-        fit into `room` tokens without a cut.
+        The cut stays where it is if the turns agree with the former turns until there, if they would not fit
+        into `room` tokens without a cut, and if it leaves as much of them as a new cut would.
         """
         following = History(tuple(turns), requests=(request,) if request else (), begun=arrived)
         common = 0  # tokens of the turns in front that are equal
@@ -117,7 +117,8 @@ class History:
             if former != turn:
                 break
             common += len(turn)
-        if following.tokens > room and 0 < self.sinks + self.dropped <= common:
+        is_left = following.tokens - self.dropped >= int(_KEPT_SHARE * room)
+        if following.tokens > room and 0 < self.sinks + self.dropped <= common and is_left:
             return replace(following, sinks=self.sinks, dropped=self.dropped, namespace=self.namespace)
         return following
 

@@ -368,6 +368,21 @@ def test_edit_of_what_was_cut_undoes_the_cut_also_of_a_history_that_is_still_too
     assert cut.edited(behind, room=12) == History(behind, 2, 8, b"truncated 1")
 
 
+@pytest.mark.parametrize("way", ["recompute", "truncate", "keep-sinks"])
+async def test_transcript_without_its_last_turns_is_cut_anew_where_the_cut_would_leave_little(way):
+    turns = [letter * 12 for letter in "abcdefghij"]
+    async with serving(TruncatingEngine(), session_overflow=way) as client:
+        for number in range(1, len(turns) + 1):
+            await ask(client, transcript=turns[:number])
+        for number in range(len(turns), 5, -1):
+            shorter = await ask(client, transcript=turns[:number])
+            kept = int(shorter.headers["X-AttnCache-History-Tokens"].partition("/")[0])
+            assert WINDOW // 2 <= kept <= WINDOW
+            whole = "".join(turns[:number])
+            sinks = 4 if way == "keep-sinks" else 0
+            assert_is_about(shorter, whole[:sinks] + whole[sinks - kept :])
+
+
 @pytest.mark.parametrize("way", ["truncate", "keep-sinks"])
 @pytest.mark.parametrize("reason", ["not all stored", "reuse off"])
 async def test_tokens_are_recomputed_if_they_are_not_stored(way, reason):
