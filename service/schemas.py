@@ -19,6 +19,7 @@ from pydantic import (
     PlainValidator,
     Tag,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -115,12 +116,16 @@ def _is_number(value: Any) -> bool:
     return type(value) is int
 
 
-Text = Annotated[str, AfterValidator(checked_text)]
+Text = Annotated[str, AfterValidator(checked_text), WithJsonSchema({"type": "string", "minLength": 1})]
 # fail_fast refuses a list of a million numbers at the first number.
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-Inputs = Annotated[Texts, BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+Inputs = Annotated[Texts, BeforeValidator(_as_list, json_schema_input_type=Text | Texts)]
 TokenIds = Annotated[
-    list[int], PlainValidator(_token_ids, json_schema_input_type=list[Annotated[int, Field(ge=0)]])
+    list[int],
+    PlainValidator(
+        _token_ids,
+        json_schema_input_type=Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)],
+    ),
 ]
 TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 # One text or several, or the token ids of one text or several.
@@ -129,7 +134,7 @@ TextsOrIds = Annotated[
     Discriminator(_kind),
     BeforeValidator(
         _as_list_of_texts_or_ids,
-        json_schema_input_type=str | list[str] | list[TokenIds] | TokenIds,
+        json_schema_input_type=Text | Texts | TokenIdLists | TokenIds,
     ),
 ]
 Truncate = Annotated[
@@ -153,7 +158,12 @@ Dimensions = Annotated[
 ]
 
 # Salts and session ids are compared and kept, so they are short.
-Name = Annotated[str, Field(max_length=256), AfterValidator(checked_text)]
+Name = Annotated[
+    str,
+    Field(max_length=256),
+    AfterValidator(checked_text),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": 256}),
+]
 
 
 class Body(BaseModel):

@@ -80,7 +80,7 @@ _VIEWS = {"as calibrated": lambda day: day.calibrated, "with verification": lamb
     show_default=True,
     help="Quality budget: least mean cosine of the hits.",
 )
-@min_text_cosine_option
+@min_text_cosine_option("hits", "full model")
 @click.option("--seed", default=0, show_default=True, help="Seed of all random choices.")
 @json_option
 def drift(

@@ -31,14 +31,19 @@ from service.commands.settings_options import removed_option
 
 _defaults = BuildOptions()
 
-min_text_cosine_option = click.option(
-    "--min-text-cosine",
-    type=Number(0, 1),
-    default=_defaults.min_text_cosine,
-    show_default=True,
-    help="Quality budget of single texts: 99 of 100 hits have at least this cosine to the full model's "
-    "output. 0 sets no such budget.",
-)
+
+def min_text_cosine_option(of: str, model: str) -> Callable[[Command], Command]:
+    """Return what adds --min-text-cosine. of, model: see budget_options."""
+    return click.option(
+        "--min-text-cosine",
+        type=Number(0, 1),
+        default=_defaults.min_text_cosine,
+        show_default=True,
+        help=f"Quality budget of single texts: 99 of 100 {of} have at least this cosine to the output of the "
+        f"{model}. 0 sets no such budget.",
+    )
+
+
 _REMOVED = removed_option(
     "--maps", "a causal model's maps are always stored as lower triangles, other maps as squares"
 )
@@ -65,7 +70,8 @@ def budget_options(of: str, model: str) -> Callable[[Command], Command]:
         help=f"Quality budget if there are classes: least share of the {of} that keep the decision of "
         f"the {model}.",
     )
-    return lambda command: mean(min_text_cosine_option(decisions(command)))
+    floor = min_text_cosine_option(of, model)
+    return lambda command: mean(floor(decisions(command)))
 
 
 @click.command("build", params=[_REMOVED])

@@ -81,7 +81,10 @@ def show_database(database: AttentionDatabase) -> None:
     policy = served.policy
     for reason in served.reuse_off:
         console.print(f"reuse off    {reason}")
-    console.print(f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}")
+    floor = f", and {policy.budget.floor} for 99 of 100 hits" if policy.budget.floor else ""
+    console.print(
+        f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}{floor}"
+    )
     for name, group in zip(policy.names(), policy.groups, strict=True):
         thresholds = ", ".join(
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()

@@ -76,7 +76,7 @@ def why_exact(manifest: Manifest) -> str:
     if not could_keep_floor(manifest.policy.budget, probes):
         return (
             f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "
-            f"{manifest.policy.budget.floor}; 299 can, from about 3,000 texts in total (or use "
+            f"{manifest.policy.budget.floor}; 299 hits can, so give at least 3,300 texts (or use "
             "--min-text-cosine 0)"
         )
     return "no mask fits the budget, so only recorded texts hit"

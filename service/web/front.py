@@ -19,6 +19,7 @@ import orjson
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -63,6 +64,7 @@ _EXPOSED = [
 _MIN_GZIP_BYTES = 8 * 1024
 # Numbers written as text hardly become smaller at higher levels, and the event loop waits meanwhile.
 _GZIP_LEVEL = 1
+_NO_GZIP = re.compile(r"gzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
 
 
 class Front(FastAPI):
@@ -191,7 +193,7 @@ def check_admin(path: str, holder: KeyHolder) -> None:
 def _for_browsers(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return the app with the middleware around it that the settings ask for."""
     if settings.gzip:
-        app = GZipMiddleware(app, minimum_size=_MIN_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
+        app = _compressed(app)
     if settings.cors_origin is not None:
         app = CORSMiddleware(
             app,
@@ -201,6 +203,18 @@ def _for_browsers(app: ASGIApp, settings: Settings) -> ASGIApp:
             expose_headers=_EXPOSED,
         )
     return app
+
+
+def _compressed(app: ASGIApp) -> ASGIApp:
+    """Return the app whose large responses are compressed for clients that accept gzip."""
+    compressing = GZipMiddleware(app, minimum_size=_MIN_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
+
+    async def compress(scope: Scope, receive: Receive, send: Send) -> None:
+        # GZipMiddleware also compresses for a client that names gzip to refuse it.
+        refuses = _NO_GZIP.search(Headers(scope=scope).get("accept-encoding", ""))
+        await (app if refuses else compressing)(scope, receive, send)
+
+    return compress
 
 
 def _from_router(error: HTTPException) -> AttnCacheError:

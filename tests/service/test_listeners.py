@@ -298,6 +298,9 @@ async def test_pages_of_allowed_origins_may_ask():
     [
         (True, "gzip", 64, "gzip"),
         (True, "identity", 64, None),
+        (True, "br, gzip;q=0.5", 64, "gzip"),
+        (True, "gzip;q=0", 64, None),
+        (True, "gzip; q=0.0, identity", 64, None),
         (True, "gzip", 1, None),
         (False, "gzip", 64, None),
     ],

@@ -28,7 +28,7 @@ def test_inference_routes_document_body_header_answer_and_errors(description, pa
     route = description["paths"][path]["post"]
     body = route["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == fields | OF_BOTH_ROUTES
-    assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string"}
+    assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string", "minLength": 1}
     assert [parameter["name"] for parameter in route["parameters"]] == [
         "X-AttnCache-Reuse",
         "X-AttnCache-Require-Model",

@@ -103,9 +103,9 @@ class PredictRequest(_Request):
         Predicted,
         PlainValidator(
             _predicted,
-            json_schema_input_type=str
-            | Annotated[list[str], Field(min_length=1, max_length=2)]
-            | list[Annotated[list[str], Field(min_length=1, max_length=2)]],
+            json_schema_input_type=Text
+            | Annotated[list[Text], Field(min_length=1, max_length=2)]
+            | Annotated[list[Annotated[list[Text], Field(min_length=1, max_length=2)]], Field(min_length=1)],
         ),
     ] = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
     raw_scores: bool = Field(False, description="Return logits instead of probabilities.")
@@ -151,7 +151,7 @@ class DecodeRequest(Body):
 
     ids: Annotated[
         TokenIdLists,
-        BeforeValidator(as_lists_of_ids, json_schema_input_type=TokenIds | list[TokenIds]),
+        BeforeValidator(as_lists_of_ids, json_schema_input_type=TokenIds | TokenIdLists),
     ] = Field(description="The token ids of one text, or of several.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
 
