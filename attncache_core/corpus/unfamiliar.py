@@ -300,6 +300,27 @@ def _languages_mixed(random: Random, corpus: Sequence[str]) -> str:
 LANGUAGES = ("french", "spanish", "arabic", "japanese", "greek", "hindi", "korean", "turkish")
 
 
+# Kinds that put common words together.
+
+# By a sign: question words, auxiliaries, pronouns, verbs and adverbs.
+COMMON_WORDS = {
+    "w": ("what", "who", "why", "how", "where", "when", "which"),
+    "a": ("is", "are", "was", "do", "does", "did", "can", "could", "will", "would", "should", "has"),
+    "p": ("it", "this", "that", "I", "you", "he", "she", "they", "we", "one", "them", "me"),
+    "v": ("go", "get", "make", "see", "say", "know", "want", "need", "come", "be", "have", "work"),
+    "r": ("now", "here", "there", "then", "not", "too", "so", "again", "just", "well", "never", "up"),
+}
+
+
+def _of_common_words(patterns: Sequence[str], random: Random, _: Sequence[str]) -> str:
+    """Return one to five common words in one of the patterns, with or without a mark behind them."""
+    said = " ".join(_pick(random, COMMON_WORDS[sign]) for sign in _pick(random, patterns))
+    return _pick(random, (said, said.capitalize())) + _pick(random, ("", "?", ".", "!"))
+
+
+_short_questions = partial(_of_common_words, ("w", "wap", "wapv", "wav", "wapvr", "ap", "apv", "apr", "apvp"))
+_short_remarks = partial(_of_common_words, ("r", "v", "pv", "pvp", "par", "parv", "vp", "vpr", "rpa", "pvpr"))
+
 # Kinds that put random characters and syllables together.
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -439,6 +460,8 @@ FITTED: dict[str, Kind] = {
     "common_words": _common_words,
     "short_words": _short_words,
     "few_words": _few_words,
+    "short_questions": _short_questions,
+    "short_remarks": _short_remarks,
     "punctuated": _punctuated,
     "begun_with_repetition": _begun_with_repetition,
     "capitals": _capitals,
@@ -469,5 +492,6 @@ MEASURED: dict[str, Kind] = {
     "ascii_art": _ascii_art,
     "keyboard_mash": _keyboard_mash,
     "invented_language": _invented_language,
+    **_written("replies"),
     **_prose(*MEASURED_PROSE),
 }
