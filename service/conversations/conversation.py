@@ -181,8 +181,9 @@ class Conversation:
             before = None
         whole = before or self._followed(turns, frame.room)
         following, kept = whole, whole.kept()
-        if len(kept) > frame.room:
+        if max(len(kept), len(turns[-1])) > frame.room:
             self._require_cutting(len(turns[-1]), frame.room)
+        if len(kept) > frame.room:
             following = self._cut(whole, len(turns[-1]), frame.room)
             namespace = self._truncated(engine, prompt, frame, salt, whole, following)
             following = replace(following, namespace=namespace)
@@ -219,6 +220,8 @@ class Conversation:
         The last turn, of `new` tokens, is cut only if it does not fit by itself.
         """
         sinks = min(_SINKS, room // 2) if self._overflow == "keep-sinks" else 0
+        if new <= room:
+            sinks = min(sinks, room - new)
         if whole.dropped:
             sinks = min(sinks, whole.sinks)
         kept = min(room, max(int(_KEPT_SHARE * room), new + sinks, 1))

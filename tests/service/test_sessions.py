@@ -304,6 +304,24 @@ async def test_turn_that_is_too_long_by_itself_is_cut_only_if_truncation_is_allo
         assert_is_about(await ask(client, append="a", truncate=False), turn[-31:] + "a")
 
 
+async def test_turn_that_is_too_long_by_itself_is_refused_also_where_it_was_cut_before():
+    turns = ["abcdef", "g" * 70]
+    async with serving(session_overflow="recompute") as client:
+        assert_is_about(await ask(client, transcript=turns, truncate=True), "g" * WINDOW)
+        assert_failed(
+            await ask(client, transcript=turns, truncate=False), 422, "input_too_long", "transcript"
+        )
+
+
+@pytest.mark.parametrize("tokens", [60, 61, 64, 65])
+async def test_turn_that_fits_by_itself_loses_nothing_to_the_first_tokens(tokens):
+    turn = "".join(chr(ord("!") + number) for number in range(tokens))
+    async with overflowing("keep-sinks") as client:
+        found = await ask(client, append=turn, truncate=True)
+        sinks = "abcd"[: WINDOW - tokens] if tokens <= WINDOW else "abcd"
+        assert_is_about(found, sinks + turn[-(WINDOW - len(sinks)) :])
+
+
 class TruncatingEngine(FakeEngine):
     """A fake engine that notes which keys and values it was asked to keep, and with which salts it ran."""
 
