@@ -133,8 +133,9 @@ class PrefillEngine:
         Raises InvalidInput for an argument that is not accepted, UnsupportedModel, DatabaseRefused if
         database or classifier belong to another model, and NotFinite if a label's embedding is not finite.
         """
-        if threads is not None and threads < 1:
-            raise InvalidInput("threads must be at least 1", field="threads")
+        for name, number in (("threads", threads), ("max_tokens", max_tokens)):
+            if number is not None and number < 1:
+                raise InvalidInput(f"{name} must be at least 1", field=name)
         if classifier and checkpoint.labels:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
         if database and strategy:

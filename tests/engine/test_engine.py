@@ -188,7 +188,9 @@ def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
     assert resolve_dtype("bfloat16", devices.CPU) is torch.bfloat16
 
 
-@pytest.mark.parametrize(("field", "value"), [("device", "tpu"), ("dtype", "int8"), ("threads", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("device", "tpu"), ("dtype", "int8"), ("threads", 0), ("max_tokens", 0)]
+)
 def test_option_of_loading_that_is_not_accepted_is_refused(tiny_checkpoint, field, value):
     with pytest.raises(InvalidInput, match=f"{field} must be") as refused:
         PrefillEngine.load(tiny_checkpoint, **{field: value})
