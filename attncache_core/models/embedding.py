@@ -35,8 +35,13 @@ class Embedding:
         return embedded if self.norm is None else self.norm(embedded)
 
     def _rows(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Return the row of each token in the table that is added, int64 [tokens]; None: row 0."""
-        types = None if self.types == 1 else batch.types
+        """Return the row of each token in the table that is added, int64 [tokens]; None: row 0.
+
+        Raises IndexError for a type that the model does not have.
+        """
+        types = batch.types
+        if types is not None and not (types.min() >= 0 and types.max() < self.types):
+            raise IndexError(f"the model has no such type of tokens; its types are below {self.types}")
         if not self.has_positions:
             return types
         positions = batch.positions if self.padding is None else _counted_positions(batch, self.padding)

@@ -412,6 +412,7 @@ static token_error place_tokens(stack_job *job, int64_t *positions, int64_t *pla
                 place = by->padding + (job->ids[r] == by->padding ? 0 : ++counted);
             places[r] = place * by->types + (job->types ? job->types[r] : 0);
             // As unsigned numbers, negative numbers are the largest.
+            if (job->types && (uint64_t)job->types[r] >= (uint64_t)by->types) return NO_SUCH_ROW;
             if ((uint64_t)job->ids[r] >= (uint64_t)by->word_count) return NO_SUCH_ROW;
             if (by->added && (uint64_t)places[r] >= (uint64_t)by->place_count) return NO_SUCH_ROW;
         }

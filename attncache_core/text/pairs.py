@@ -29,6 +29,11 @@ class PairTokens(Sequence[int]):
     types: list[int] | None = None  # None: every token has type 0
     is_cut: bool = False  # whether tokens were cut off
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if there is not one type for each token."""
+        if self.types is not None and len(self.types) != len(self.ids):
+            raise ValueError("a pair of texts needs one type for each token")
+
     def __len__(self) -> int:
         return len(self.ids)
 

@@ -8,11 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_models import prefill, random_sequences, write_json, write_model, write_sentence_transformer
+from core_models import (
+    attention_by,
+    prefill,
+    random_sequences,
+    write_json,
+    write_model,
+    write_sentence_transformer,
+)
 
 from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.request import PrefillRequest
 from attncache_core.errors import CorruptDatabase, InvalidInput, NoClassifier, UnsupportedModel
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
@@ -23,6 +31,7 @@ from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime import devices
 from attncache_core.runtime.devices import resolve_dtype
 from attncache_core.runtime.threads import limit_threads
+from attncache_core.text.pairs import PairTokens
 
 LABELS = ("transfer", "card", "help")
 
@@ -186,6 +195,17 @@ def test_auto_dtype_is_the_faster_one(monkeypatch, avx512, amx, name, expected):
     assert resolve_dtype("auto", devices.CPU) is expected
     assert resolve_dtype("float32", devices.CPU) is torch.float32
     assert resolve_dtype("bfloat16", devices.CPU) is torch.bfloat16
+
+
+@pytest.mark.parametrize("types", [[0, 2, 0], [0, 0, 2], [0, -1, 0]])
+@pytest.mark.parametrize("way", ["stack", "operators"])
+def test_type_of_a_token_that_the_model_does_not_have_is_refused(tiny_checkpoint, types, way):
+    with attention_by(way):
+        engine = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+        with pytest.raises(IndexError):
+            engine.run([PrefillRequest(PairTokens([5, 6, 7], types))])
+    with pytest.raises(ValueError, match="one type for each token"):
+        PairTokens([5, 6, 7], types[:2])
 
 
 @pytest.mark.parametrize(
