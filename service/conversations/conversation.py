@@ -117,10 +117,15 @@ class History:
             if former != turn:
                 break
             common += len(turn)
-        is_left = following.tokens - self.dropped >= int(_KEPT_SHARE * room)
+        is_left = following.tokens - self.dropped >= _tokens_kept(len(following.turns[-1]), self.sinks, room)
         if following.tokens > room and 0 < self.sinks + self.dropped <= common and is_left:
             return replace(following, sinks=self.sinks, dropped=self.dropped, namespace=self.namespace)
         return following
+
+
+def _tokens_kept(new: int, sinks: int, room: int) -> int:
+    """Return how many tokens a cut leaves, the `sinks` first ones included. new: tokens of the last turn."""
+    return min(room, max(int(_KEPT_SHARE * room), new + sinks, 1))
 
 
 class Conversation:
@@ -224,8 +229,7 @@ class Conversation:
             sinks = min(sinks, room - new)
         if whole.dropped:
             sinks = min(sinks, whole.sinks)
-        kept = min(room, max(int(_KEPT_SHARE * room), new + sinks, 1))
-        return replace(whole, sinks=sinks, dropped=whole.tokens - kept)
+        return replace(whole, sinks=sinks, dropped=whole.tokens - _tokens_kept(new, sinks, room))
 
     def _truncated(
         self,

@@ -386,6 +386,14 @@ def test_edit_of_what_was_cut_undoes_the_cut_also_of_a_history_that_is_still_too
     assert cut.edited(behind, room=12) == History(behind, 2, 8, b"truncated 1")
 
 
+def test_cut_inside_a_last_turn_is_undone_where_the_turn_fits():
+    turns = (array("i", [1] * 6), array("i", [2] * 10))
+    cut = History(turns, sinks=2, dropped=8)
+    assert cut.edited(turns, room=8) == cut
+    assert cut.edited(turns, room=9) == History(turns)
+    assert History(turns, dropped=6).edited(turns, room=12) == History(turns, dropped=6)
+
+
 @pytest.mark.parametrize("way", ["recompute", "truncate", "keep-sinks"])
 async def test_transcript_without_its_last_turns_is_cut_anew_where_the_cut_would_leave_little(way):
     turns = [letter * 12 for letter in "abcdefghij"]
