@@ -282,7 +282,9 @@ class Checkpoint:
                 f"model {self.name} is a classifier and has labels of its own; leave labels out",
                 field="labels",
             )
-        if labels and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels)):
+        if isinstance(labels, str) or (
+            labels and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels))
+        ):
             raise InvalidInput("labels must be two or more different names", field="labels")
         used = Pooling(("lasttoken",)) if label_logits else self.pooling
         return replace(

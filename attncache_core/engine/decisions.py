@@ -7,7 +7,7 @@ labels of a decoder           logits of the labels' tokens behind a template
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -107,7 +107,7 @@ class Decisions:
             return configured
         return LabelTokens.of(self._tokenizer, template, labels)
 
-    def zero_shot(self, labels: Sequence[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
+    def zero_shot(self, labels: Iterable[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
         """Prepare labels for a model of natural language inference; see ZeroShot.of. Thread safe.
 
         Raises NoClassifier if the model has no class for entailment, and InvalidInput.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
@@ -88,8 +89,10 @@ class PairScores:
 
         activation: "sigmoid" for scores between 0 and 1, "identity" for logits; None: as the checkpoint's
         configuration says, which is what sentence-transformers' CrossEncoder returns. Other arguments and
-        errors: see `logits`.
+        errors: see `logits`; InvalidInput also for another activation.
         """
+        if activation not in (None, *get_args(Activation)):
+            raise InvalidInput("activation must be sigmoid or identity", field="activation")
         logits = self.logits(outputs, log_probabilities)
         if (activation or self.checkpoint.activation) == "identity":
             return logits

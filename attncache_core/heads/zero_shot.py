@@ -7,7 +7,7 @@ The scores are those of transformers' ZeroShotClassificationPipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ import numpy as np
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import NoClassifier
 from attncache_core.heads.decisions import class_scores
+from attncache_core.text.limits import list_of
 from attncache_core.text.prompts import Prompt
 
 # Says of a text that it belongs to a label; {} stands for the label.
@@ -37,7 +38,7 @@ class ZeroShot:
         cls,
         config: dict[str, Any],
         prompt: Prompt,
-        labels: Sequence[str],
+        labels: Iterable[str],
         hypothesis_template: str = HYPOTHESIS_TEMPLATE,
     ) -> Self:
         """Prepare labels for a checkpoint.
@@ -46,6 +47,7 @@ class ZeroShot:
         holds {} once, where a label is inserted. Raises NoClassifier if no class is about entailment or if
         there is no label, and InvalidInput if the template is not accepted.
         """
+        labels = list_of(labels, "labels")
         if not labels:
             raise NoClassifier("give labels to choose from", field="labels")
         around = Template.parse(hypothesis_template, "hypothesis_template", pairs=False)
@@ -66,7 +68,7 @@ class ZeroShot:
 
     def pairs(self, texts: Iterable[str]) -> list[tuple[str, str]]:
         """Return the pairs of each text with the hypothesis of each label, text by text."""
-        return [(text, hypothesis) for text in texts for hypothesis in self.hypotheses]
+        return [(text, hypothesis) for text in list_of(texts) for hypothesis in self.hypotheses]
 
     def scores(self, logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
         """Return the score of each label, float32 [texts, labels], from the class logits of `pairs`.

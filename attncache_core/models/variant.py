@@ -6,7 +6,7 @@ modules, or whole layers; the residual passes through. `evaluation.importance` r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from attncache_core.checkpoints.checkpoint import (
@@ -19,6 +19,7 @@ from attncache_core.checkpoints.description import find_checkpoint
 from attncache_core.corpus.reading import spread
 from attncache_core.errors import InvalidInput
 from attncache_core.models import model_shape
+from attncache_core.text.limits import list_of
 
 
 def is_count(text: str) -> bool:
@@ -61,7 +62,7 @@ def find_variant(
     revision: str | None = None,
     *,
     quantization: Quantization | None = None,
-    quantization_texts: Sequence[str] = (),
+    quantization_texts: Iterable[str] = (),
     drop_attention: str = "",
     drop_block: str = "",
 ) -> Checkpoint:
@@ -76,6 +77,10 @@ def find_variant(
     dropped layers do not exist, are named twice, or leave no layer with attention. Raises InvalidInput also
     if there are too few quantisation texts, or texts for a quantisation that uses none.
     """
+    quantization_texts = list_of(quantization_texts, "quantization_texts")
+    if quantization not in (None, *Quantization):
+        raise InvalidInput(f"quantization must be {', '.join(Quantization)}, or None", field="quantization")
+    quantization = quantization and Quantization(quantization)
     if quantization_texts and quantization is not Quantization.INT8:
         raise InvalidInput(
             "quantization_texts calibrates int8 only; quantize to int8, or leave the texts out",

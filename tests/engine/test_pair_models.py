@@ -80,6 +80,8 @@ def test_cross_encoder_scores_pairs_as_sentence_transformers_does(published, com
         assert engine.rerank(QUERY, []).shape == (0,)
         with pytest.raises(InvalidInput, match="documents must be a list"):
             engine.rerank(QUERY, DOCUMENTS[0])
+        with pytest.raises(InvalidInput, match="activation must be sigmoid or identity"):
+            engine.rerank(QUERY, DOCUMENTS, activation="tanh")
 
 
 @pytest.mark.parametrize("changes", [{"type_vocab_size": 2}, DEBERTA_WITH_TYPES], ids=str)
@@ -354,6 +356,15 @@ def test_model_without_entailment_takes_no_labels(tmp_path):
     with pytest.raises(NoClassifier, match="no class named entailment") as refused:
         engine.decisions.zero_shot(LABELS)
     assert refused.value.field == "labels"
+
+
+def test_one_text_and_one_label_are_no_lists_of_their_characters(tmp_path):
+    decisions = load(write_deberta_v3(tmp_path, **NLI)).decisions
+    with pytest.raises(InvalidInput, match="labels must be a list"):
+        decisions.zero_shot(LABELS[0])
+    with pytest.raises(InvalidInput, match="texts must be a list"):
+        decisions.zero_shot(LABELS).pairs("my parcel")
+    assert decisions.zero_shot(iter(LABELS)) == decisions.zero_shot(LABELS)
 
 
 def test_hypothesis_template_without_exactly_one_place_or_without_room_for_the_text_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from core_models import prefill
 from attncache_core import (
     AttentionDatabase,
     DatabaseRefused,
+    InvalidInput,
     Outcome,
     PrefillEngine,
     Quantization,
@@ -118,6 +119,17 @@ def test_of_many_texts_100_are_used(tiny_checkpoint):
         str(tiny_checkpoint.folder), quantization=Quantization.INT8, quantization_texts=many
     )
     assert checkpoint.calibration_texts == tuple(many[::10])
+
+
+def test_quantisation_by_its_name_is_the_same_and_an_unknown_one_is_refused(tiny_checkpoint):
+    folder = str(tiny_checkpoint.folder)
+    named, same = (find_variant(folder, quantization=kind) for kind in ("int8", Quantization.INT8))
+    assert named == same
+    assert named.quantization is Quantization.INT8
+    with pytest.raises(InvalidInput, match="quantization must be int8, int8-weight-only, int4"):
+        find_variant(folder, quantization="int3")
+    with pytest.raises(InvalidInput, match="quantization_texts must be a list"):
+        find_variant(folder, quantization="int8", quantization_texts="a text of more than 16 characters")
 
 
 def test_unknown_quantisation_is_refused_with_the_known_ones(tiny_checkpoint):
