@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
+from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
@@ -215,6 +216,13 @@ def _interrupted(random: Random, corpus: Sequence[str]) -> str:
     return " ".join(words[:at] + phrase + words[at:])
 
 
+def _stuttered(random: Random, corpus: Sequence[str]) -> str:
+    """Repeat a word of a text several times where it stands."""
+    words = _words(random, corpus)
+    at = _below(random, len(words))
+    return " ".join(words[:at] + words[at : at + 1] * _length(random, 12) + words[at + 1 :])
+
+
 def _interleaved(random: Random, corpus: Sequence[str]) -> str:
     """Take the words of two texts in turn."""
     first, second = _words(random, corpus), _words(random, corpus)
@@ -302,24 +310,29 @@ LANGUAGES = ("french", "spanish", "arabic", "japanese", "greek", "hindi", "korea
 
 # Kinds that put common words together.
 
-# By a sign: question words, auxiliaries, pronouns, verbs and adverbs.
+# By a sign: question words, auxiliaries, pronouns, verbs, adverbs, prepositions and determiners.
 COMMON_WORDS = {
     "w": ("what", "who", "why", "how", "where", "when", "which"),
     "a": ("is", "are", "was", "do", "does", "did", "can", "could", "will", "would", "should", "has"),
     "p": ("it", "this", "that", "I", "you", "he", "she", "they", "we", "one", "them", "me"),
     "v": ("go", "get", "make", "see", "say", "know", "want", "need", "come", "be", "have", "work"),
     "r": ("now", "here", "there", "then", "not", "too", "so", "again", "just", "well", "never", "up"),
+    "o": ("of", "to", "in", "with", "for", "on", "at", "from", "out", "about", "and", "or"),
+    "d": ("the", "a", "my", "your", "any", "all", "some", "no"),
 }
+_QUESTIONS = ("w", "wap", "wapv", "wav", "ap", "apv", "apr", "apvp")
+_REMARKS = ("r", "v", "pv", "pvp", "par", "parv", "vp", "vpr", "rpa", "pvpr")
+_SENTENCES = (
+    *("wapvop", "wapvr", "wapvpop", "wavopr", "wapovp", "apvopr", "apvrop", "wapvovp", "apvdpov", "wapvopr"),
+    *("pavop", "pvopr", "pavpr", "rpavop", "pvovp", "papvop", "vpordp", "pavrovp", "dpavrop", "pvowpv"),
+)
 
 
 def _of_common_words(patterns: Sequence[str], random: Random, _: Sequence[str]) -> str:
-    """Return one to five common words in one of the patterns, with or without a mark behind them."""
+    """Return common words in one of the patterns, with or without a mark behind them."""
     said = " ".join(_pick(random, COMMON_WORDS[sign]) for sign in _pick(random, patterns))
     return _pick(random, (said, said.capitalize())) + _pick(random, ("", "?", ".", "!"))
 
-
-_short_questions = partial(_of_common_words, ("w", "wap", "wapv", "wav", "wapvr", "ap", "apv", "apr", "apvp"))
-_short_remarks = partial(_of_common_words, ("r", "v", "pv", "pvp", "par", "parv", "vp", "vpr", "rpa", "pvpr"))
 
 # Kinds that put random characters and syllables together.
 
@@ -460,10 +473,12 @@ FITTED: dict[str, Kind] = {
     "common_words": _common_words,
     "short_words": _short_words,
     "few_words": _few_words,
-    "short_questions": _short_questions,
-    "short_remarks": _short_remarks,
+    "short_questions": partial(_of_common_words, _QUESTIONS),
+    "short_remarks": partial(_of_common_words, _REMARKS),
+    "common_sentences": partial(_of_common_words, (*_SENTENCES, *map("".join, pairwise(_SENTENCES)))),
     "punctuated": _punctuated,
     "begun_with_repetition": _begun_with_repetition,
+    "interrupted": _interrupted,
     "capitals": _capitals,
     "letters_random": _letters_random,
     "hex_hashes": _hex_hashes,
@@ -474,7 +489,7 @@ MEASURED: dict[str, Kind] = {
     **_written(*LANGUAGES),
     **_written("sql", "html", "c_and_javascript", "stack_traces"),
     **_written("dates_and_phones", "csv_rows", "formulas", "paths_and_commands"),
-    "interrupted": _interrupted,
+    "stuttered": _stuttered,
     "interleaved": _interleaved,
     "words_sorted": _words_sorted,
     "words_doubled": _words_doubled,
