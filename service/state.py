@@ -128,9 +128,13 @@ class ServiceState:
         if parts:
             self.metrics.follow(self.metrics.shared_away, lambda: any(part.is_away() for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
-        histories: Store = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
+        histories: Store
         if self._of_all is not None and settings.shared_for("sessions"):
             histories = self._of_all.store("sessions")
+        else:
+            # No file is opened that no worker keeps open: SQLite would remove parts of it, and the supervisor
+            # ends the server where files of its workers are gone.
+            histories = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
         self.sessions = Sessions(
             histories,
             shared,

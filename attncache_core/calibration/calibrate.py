@@ -30,7 +30,7 @@ from attncache_core.calibration.policy_selection import (
     by_time_saved,
     calibrated,
     choose_policy,
-    could_keep_floor,
+    could_prove,
     recorded_only,
 )
 from attncache_core.calibration.probes import Measured, Probes, measure
@@ -230,7 +230,7 @@ def _with_limit(
     If no option keeps the budget, only recorded sequences hit.
     """
     terms = trials.terms
-    if not could_keep_floor(terms.budget, terms.probes_that_may_hit):
+    if not could_prove(terms.budget, terms.probes_that_may_hit):
         return _exact_calibration(trials)
     max_texts = _UNFAMILIAR_PER_PROBE * len(terms.probes.sequences)
     fitted, unseen = (

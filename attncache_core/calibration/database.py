@@ -11,6 +11,7 @@ import numpy as np
 
 from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress, calibrate, held_first
 from attncache_core.calibration.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
+from attncache_core.calibration.policy_selection import rare_length
 from attncache_core.calibration.probes import find_probes, stored_batches
 from attncache_core.calibration.quality import texts_needed
 from attncache_core.calibration.thresholds import MIN_PROBES
@@ -135,15 +136,17 @@ def unrecorded(
     """Return the distinct sequences that the database can be measured on.
 
     These sequences are not recorded, and the database has records of their length. Raises InvalidInput for
-    `field` if fewer than `needed` sequences remain.
+    `field` if fewer than `needed` of them are of lengths that are measured well enough (see rare_length).
     """
     store = database.search.store
     distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
     unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
-    if len(unseen) < needed:
+    lengths = np.sort([len(ids) for ids in unseen])
+    rare = rare_length(lengths, min(store.segments)) if unseen else 0
+    if (may_hit := int((lengths > rare).sum())) < needed:
         of_budget = " (min_text_cosine 0, or a smaller min_agreement, needs fewer)" * (needed > MIN_PROBES)
         raise InvalidInput(
-            f"{len(unseen)} of the texts are not in the database and have a length that it holds; "
+            f"{may_hit} of the texts are not in the database and have a length that it can serve; "
             f"at least {needed} such texts are needed, so give more texts{of_budget}",
             field=field,
         )

@@ -251,9 +251,10 @@ def by_time_saved(option: Calibrated) -> tuple[bool, float, float, int]:
     return hit_rate > 0, max(option.saved, 0.0), heads * hit_rate, heads
 
 
-def could_keep_floor(budget: Budget, probes: int) -> bool:
-    """Return whether this number of probes can prove that hits keep the budget's floor: 299 are needed.
+def could_prove(budget: Budget, probes: int) -> bool:
+    """Return whether this number of probes, none of them harmed, can prove that few enough hits are harmed.
 
-    True for a budget without a floor.
+    A floor needs 299. True for a budget of cosines without a floor.
     """
-    return not budget.floor or share_bound(0, probes) <= budget.allowed_harm
+    is_mean = budget.measure is Measure.COSINE and not budget.floor
+    return is_mean or share_bound(0, probes) <= budget.allowed_harm

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.calibration.policy_selection import could_prove
 from attncache_core.calibration.probes import Probes
 from attncache_core.calibration.quality import Quality
 from attncache_core.calibration.savings import Savings, embedded_batches, measure_savings, search_cost
@@ -140,7 +140,7 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
         return "reuse makes batches with it faster by less than --min-gain on this machine"
     if not hits:
         return "no held-out text hits"
-    if hits < MIN_PROBES or not could_keep_floor(budget, hits):
+    if hits < MIN_PROBES or not could_prove(budget, hits):
         return (
             f"{hits} of {trial.texts} held-out texts hit, which are too few to show that the budget is kept; "
             "give more texts"

@@ -193,6 +193,9 @@ class Conversation:
             namespace = self._truncated(engine, prompt, frame, salt, whole, following)
             following = replace(following, namespace=namespace)
             kept = following.kept()
+        if self._overflow in ("recompute", "refuse"):
+            # The cut may be of a server that truncated.
+            following = replace(following, namespace=None)
         self.answered = following
         self.following = self._history if before is not None else following
         self.approximate = salt is not None and following.namespace is not None

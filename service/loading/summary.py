@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attncache_core import PrefillEngine
-from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.calibration.policy_selection import could_prove
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.maps.manifest import Manifest
 from service.settings import Settings
@@ -72,12 +72,16 @@ def expected_savings(engine: PrefillEngine) -> str:
 
 def why_exact(manifest: Manifest) -> str:
     """Return the reason why only recorded texts hit."""
-    probes = manifest.quality.get("may_hit", manifest.quality["measured"])
-    if not could_keep_floor(manifest.policy.budget, probes):
+    budget, probes = manifest.policy.budget, manifest.quality.get("may_hit", manifest.quality["measured"])
+    if not could_prove(budget, probes):
+        kept, otherwise = (
+            (f"99 of 100 hits keep cosine {budget.floor}", "--min-text-cosine 0")
+            if budget.floor
+            else (f"{budget.least:g} of the hits keep their decision", "a smaller --min-agreement")
+        )
         return (
-            f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "
-            f"{manifest.policy.budget.floor}; 299 hits can, so give at least 3,300 texts (or use "
-            "--min-text-cosine 0)"
+            f"only recorded texts hit: {probes} held-out texts cannot prove that {kept}; give more texts, of "
+            f"which a tenth is held out, or use {otherwise}"
         )
     return "no mask fits the budget, so only recorded texts hit"
 

@@ -115,10 +115,19 @@ def test_report_equals_the_manifests_quality_and_keeps_the_budget(calibrated, te
 def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, built, tmp_path):
     folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     texts = random_sequences([5] * 4 + list(range(6, 10)) * 74, seed=5)
-    budget = replace(BUDGET, floor=0.5)
-    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), budget)
+    budget, database = replace(BUDGET, floor=0.5), AttentionDatabase.open(folder)
+    with pytest.raises(InvalidInput, match="296 of the texts are not in the database and have a length"):
+        calibrate_database(tiny_engine, database, texts, (), budget)
+    # A build has no more texts, and says what it misses.
+    probes, rank = find_probes(tiny_engine.model, database.search, texts), np.array(database.manifest.rank)
+    chosen = calibrate(tiny_engine, database.search, probes, (), counts(tiny_engine), rank, budget)
+    report = chosen.quality
     assert (report["measured"], report["may_hit"], report["hit_rate"]) == (300, 296, 0)
-    assert "296 held-out texts cannot prove" in why_exact(AttentionDatabase.open(folder).manifest)
+    built = replace(database.manifest, policy=chosen.policy, quality=report)
+    assert "296 held-out texts cannot prove that 99 of 100 hits keep cosine 0.5" in why_exact(built)
+    deciding = replace(chosen.policy, budget=Budget(Measure.AGREEMENT, 0.995))
+    said = why_exact(replace(built, policy=deciding))
+    assert "cannot prove that 0.995 of the hits keep their decision" in said
 
 
 def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(

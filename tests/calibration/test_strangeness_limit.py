@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from attncache_core.calibration.policy_selection import Calibrated, could_keep_floor
+from attncache_core.calibration.policy_selection import Calibrated, could_prove
 from attncache_core.calibration.strangeness_limit import (
     _left_out_figures,
     find_unfamiliar,
@@ -38,9 +38,11 @@ def test_bound_of_a_share_is_clopper_pearson(count, of):
 
 
 def test_299_probes_can_prove_a_floor_and_298_cannot():
-    assert [could_keep_floor(FLOOR, probes) for probes in (298, 299)] == [False, True]
-    assert could_keep_floor(Budget(Measure.COSINE, 0.98), 1)
-    assert could_keep_floor(Budget(Measure.AGREEMENT, 0.98), 1)
+    assert [could_prove(FLOOR, probes) for probes in (298, 299)] == [False, True]
+    assert could_prove(Budget(Measure.COSINE, 0.98), 1)
+    agreement = Budget(Measure.AGREEMENT, 0.98)
+    assert [could_prove(agreement, probes) for probes in (148, 149)] == [False, True]
+    assert could_prove(Budget(Measure.AGREEMENT, 0.0), 1)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def database(calibratable, tmp_path):
 @pytest.fixture(scope="module")
 def unseen(tiny_corpus):
     """90 texts of 3 to 8 words that are not recorded."""
-    random = np.random.default_rng(92)
+    random = np.random.default_rng(93)
     texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 15)]
     assert len(set(texts) - {sentence.text for sentence in tiny_corpus}) == 90
     return texts

@@ -19,7 +19,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.reuse.kv.capacity import DistinctSessions
 from attncache_core.text.prompts import SequencePlan
-from service.conversations.conversation import History
+from service.conversations.conversation import Conversation, History
 from service.conversations.sessions import CAPACITY_BYTES, Sessions
 from service.errors import QueueFull
 from service.store import LocalStore
@@ -373,6 +373,16 @@ async def test_stored_keys_and_values_are_truncated_and_reported(way, before):
     # Without reuse, nothing is looked up.
     salts = [b"", b"truncated 1", b"truncated 1", b"truncated 2", b""]
     assert engine.salts == [(salt, 0) for salt in salts]
+
+
+@pytest.mark.parametrize("way", ["recompute", "refuse"])
+async def test_server_that_does_not_truncate_uses_no_truncated_keys_and_values(way):
+    cut = History((array("i", [97] * 40), array("i", [98] * 20)), dropped=20, namespace=b"truncated 1")
+    engine = TruncatingEngine()
+    conversation = Conversation(cut, ["cc"], "append", truncate=False, overflow=way)
+    prompt = engine.tokenizer.default_prompt
+    (made,) = conversation.tokenize(engine, prompt, b"", 1000)
+    assert (made.salt, conversation.approximate, conversation.following.namespace) == (b"", False, None)
 
 
 def test_edit_of_what_was_cut_undoes_the_cut_also_of_a_history_that_is_still_too_long():

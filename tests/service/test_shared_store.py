@@ -1,6 +1,7 @@
 """What processes share: all stores against a dictionary, two processes at once, and a file that fails."""
 
 import asyncio
+import gc
 import multiprocessing
 import sqlite3
 from array import array
@@ -18,9 +19,11 @@ from service.access.quotas import Quotas, QuotaUse
 from service.conversations.conversation import History
 from service.conversations.sessions import Sessions
 from service.errors import QuotaExceeded, StoreUnavailable
+from service.settings import Settings
 from service.settings.cluster import SharedAddress
 from service.shared.client import Circuit
 from service.shared.store import SharedStores
+from service.state import ServiceState
 from service.store import LocalStore, SqliteStore
 from service.upkeep.group import Worker
 
@@ -363,6 +366,16 @@ class Full:
 @pytest.fixture
 def worker(tmp_path):
     return Worker(0, 1, tmp_path)
+
+
+def test_worker_opens_no_file_that_it_does_not_keep_open(worker):
+    settings = Settings(shared="valkey://127.0.0.1:1/0")
+    state = ServiceState(settings, lambda: iter(()), None, worker)
+    opened = worker.store_files()
+    gc.collect()
+    assert worker.store_files() == opened
+    assert {Path(name).stem for name in opened} == {"shared"}
+    assert state.sessions is not None
 
 
 async def ask(client, **body):

@@ -17,7 +17,7 @@ from pathlib import Path
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.calibrate import Progress
-from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.calibration.policy_selection import could_prove
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
@@ -33,7 +33,7 @@ def budget_of_build(rest: Budget, texts: int) -> Budget:
     texts: number of choosing texts. The floor is left to the measurement on the measuring texts if a build
     holds out too few texts to prove the floor, because then only recorded texts would hit.
     """
-    return rest if could_keep_floor(rest, texts // _HELD_OUT) else replace(rest, floor=0.0)
+    return rest if could_prove(rest, texts // _HELD_OUT) else replace(rest, floor=0.0)
 
 
 def open_or_build(
