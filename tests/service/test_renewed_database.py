@@ -290,7 +290,7 @@ async def test_findings_of_the_generation_before_are_kept_with_it(
     root = tmp_path / "a.db"
     options = BuildOptions(heads="all", min_cosine=0.3, min_text_cosine=0.0, prototypes=4, training_steps=10)
     build_database(tiny_engine, tiny_corpus, root, options)
-    texts = texts_like(tiny_corpus, 20)
+    texts = texts_like(tiny_corpus, 15)
     async with serving(tiny_checkpoint, root, verify_rate=1) as client:
         answer = await embed(client, texts)
         hits = int(answer.headers["X-AttnCache-Hits"].split("/")[0])
