@@ -37,7 +37,7 @@ _RARE_SHARE = 0.02
 
 
 def rare_length(lengths: np.ndarray, shortest: int) -> int:
-    """Return the number of tokens up to which few probes were measured, or none; 0 if no text is so short.
+    """Return the number of tokens up to which at most a few probes were measured; 0 if no record is so short.
 
     A text of a few tokens, such as a single word, differs from the mean of its length more than a longer text
     does. In one length group with longer texts, it would hardly count. lengths: tokens of each probe, rising.

@@ -61,26 +61,27 @@ def find_variant(
     model: str,
     revision: str | None = None,
     *,
-    quantization: Quantization | None = None,
+    quantization: Quantization | str | None = None,
     quantization_texts: Iterable[str] = (),
     drop_attention: str = "",
     drop_block: str = "",
 ) -> Checkpoint:
     """Find a checkpoint and select its variant.
 
-    model, revision: see find_checkpoint. quantization_texts: at least 16 texts to calibrate int8 with, of
-    which at most 100 are used, equally spaced; by default, texts of the shipped corpus. drop_attention:
-    layers that lose their attention. drop_block: layers that are dropped as a whole. Layers are written like
-    10,11 or 8-11 and numbered from 0 in the checkpoint's order; "" drops none.
+    model, revision: see find_checkpoint. quantization: also by its name, such as "int8".
+    quantization_texts: at least 16 texts to calibrate int8 with, of which at most 100 are used, equally
+    spaced; by default, texts of the shipped corpus. drop_attention: layers that lose their attention.
+    drop_block: layers that are dropped as a whole. Layers are written like 10,11 or 8-11 and numbered from 0
+    in the checkpoint's order; "" drops none.
 
     Raises as find_checkpoint does, UnsupportedModel if the family is not supported, and InvalidInput if
     dropped layers do not exist, are named twice, or leave no layer with attention. Raises InvalidInput also
-    if there are too few quantisation texts, or texts for a quantisation that uses none.
+    for an unknown quantisation, for too few quantisation texts, and for texts where none are used.
     """
     quantization_texts = list_of(quantization_texts, "quantization_texts")
     if quantization not in (None, *Quantization):
         raise InvalidInput(f"quantization must be {', '.join(Quantization)}, or None", field="quantization")
-    quantization = quantization and Quantization(quantization)
+    quantization = None if quantization is None else Quantization(quantization)
     if quantization_texts and quantization is not Quantization.INT8:
         raise InvalidInput(
             "quantization_texts calibrates int8 only; quantize to int8, or leave the texts out",

@@ -102,7 +102,7 @@ def _warn_if_unlike_its_file(tokenizer: Tokenizer, checkpoint: Checkpoint) -> No
         settings = checkpoint.folder / "tokenizer_config.json"
         named = json.loads(settings.read_bytes()).get("tokenizer_class") if settings.is_file() else None
         if named in _AS_THE_FILE_SAYS:
-            return  # transformers uses the class of the family all the same, and nothing would change it
+            return  # what the warning proposes is there, and transformers ignores it for this family
         file = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
         _set_up(file, lowercase=checkpoint.lowercase)
         unlike = [what for what, text in _SAMPLES.items() if _tokens(file, text) != _tokens(tokenizer, text)]

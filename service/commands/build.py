@@ -32,14 +32,18 @@ from service.commands.settings_options import removed_option
 _defaults = BuildOptions()
 
 
+def _bound(name: str, text: str) -> Callable[[Command], Command]:
+    """Return what adds an option of BuildOptions that is a bound between 0 and 1."""
+    default = getattr(_defaults, name)
+    option = f"--{name.replace('_', '-')}"
+    return click.option(option, type=Number(0, 1), default=default, show_default=True, help=text)
+
+
 def min_text_cosine_option(of: str, model: str) -> Callable[[Command], Command]:
     """Return what adds --min-text-cosine. of, model: see budget_options."""
-    return click.option(
-        "--min-text-cosine",
-        type=Number(0, 1),
-        default=_defaults.min_text_cosine,
-        show_default=True,
-        help=f"Quality budget of single texts: 99 of 100 {of} have at least this cosine to the output of the "
+    return _bound(
+        "min_text_cosine",
+        f"Quality budget of single texts: 99 of 100 {of} have at least this cosine to the output of the "
         f"{model}. 0 sets no such budget.",
     )
 
@@ -54,20 +58,14 @@ def budget_options(of: str, model: str) -> Callable[[Command], Command]:
 
     of: what the budget is about, such as hits. model: whose answers it compares with.
     """
-    mean = click.option(
-        "--min-cosine",
-        type=Number(0, 1),
-        default=_defaults.min_cosine,
-        show_default=True,
-        help=f"Quality budget if there are no classes: least mean cosine of the {of}' embeddings to those of "
+    mean = _bound(
+        "min_cosine",
+        f"Quality budget if there are no classes: least mean cosine of the {of}' embeddings to those of "
         f"the {model}.",
     )
-    decisions = click.option(
-        "--min-agreement",
-        type=Number(0, 1),
-        default=_defaults.min_agreement,
-        show_default=True,
-        help=f"Quality budget if there are classes: least share of the {of} that keep the decision of "
+    decisions = _bound(
+        "min_agreement",
+        f"Quality budget if there are classes: least share of the {of} that keep the decision of "
         f"the {model}.",
     )
     floor = min_text_cosine_option(of, model)

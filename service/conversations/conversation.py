@@ -109,7 +109,7 @@ class History:
         """Return the history with these turns instead, the last of which came with a request.
 
         The cut stays where it is if the turns agree with the former turns until there, if they would not fit
-        into `room` tokens without a cut, and if it leaves as much of them as a new cut would.
+        into `room` tokens without a cut, and if it leaves as many tokens as a new cut would.
         """
         following = History(tuple(turns), requests=(request,) if request else (), begun=arrived)
         common = 0  # tokens of the turns in front that are equal
@@ -117,8 +117,9 @@ class History:
             if former != turn:
                 break
             common += len(turn)
-        is_left = following.tokens - self.dropped >= _tokens_kept(len(following.turns[-1]), self.sinks, room)
-        if following.tokens > room and 0 < self.sinks + self.dropped <= common and is_left:
+        enough = _tokens_kept(len(following.turns[-1]), self.sinks, room)
+        leaves_enough = following.tokens - self.dropped >= enough
+        if following.tokens > room and 0 < self.sinks + self.dropped <= common and leaves_enough:
             return replace(following, sinks=self.sinks, dropped=self.dropped, namespace=self.namespace)
         return following
 
