@@ -283,7 +283,12 @@ class Checkpoint:
                 field="labels",
             )
         if isinstance(labels, str) or (
-            labels and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels))
+            labels
+            and (
+                len(labels) < 2
+                or len(set(labels)) < len(labels)
+                or not all(isinstance(label, str) and label for label in labels)
+            )
         ):
             raise InvalidInput("labels must be two or more different names", field="labels")
         used = Pooling(("lasttoken",)) if label_logits else self.pooling

@@ -16,7 +16,7 @@ import numpy as np
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import NoClassifier
 from attncache_core.heads.decisions import class_scores
-from attncache_core.text.limits import list_of
+from attncache_core.text.limits import list_of, require_distinct
 from attncache_core.text.prompts import Prompt
 
 # Says of a text that it belongs to a label; {} stands for the label.
@@ -45,11 +45,12 @@ class ZeroShot:
 
         config: of the checkpoint, which names its classes. prompt: its default prompt. hypothesis_template:
         holds {} once, where a label is inserted. Raises NoClassifier if no class is about entailment or if
-        there is no label, and InvalidInput if the template is not accepted.
+        there is no label, and InvalidInput if the template is not accepted or if a label is repeated.
         """
         labels = list_of(labels, "labels")
         if not labels:
             raise NoClassifier("give labels to choose from", field="labels")
+        require_distinct(labels)
         around = Template.parse(hypothesis_template, "hypothesis_template", pairs=False)
         entailment = entailment_class(config)
         if entailment is None:

@@ -134,6 +134,15 @@ def list_of(texts: Iterable[_T], field: str = "texts") -> list[_T]:
     return list(texts)
 
 
+def require_distinct(labels: Sequence[str]) -> None:
+    """Raise InvalidInput, which names the label, if a label repeats an earlier one."""
+    seen: set[str] = set()
+    for index, label in enumerate(labels):
+        if label in seen:
+            raise InvalidInput(f"labels[{index}] repeats an earlier label", field=f"labels[{index}]")
+        seen.add(label)
+
+
 def require_fitting(template: Template, texts: Sequence[Text]) -> None:
     """Raise InvalidInput, which names the text, if a text must be a pair and is none, or must not be one.
 

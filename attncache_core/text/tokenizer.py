@@ -65,7 +65,7 @@ class TextTokenizer:
         self._any_text = self._text_with_a_token()
         sample = self._tokenizer.encode(self._any_text)
         special = sum(sample.special_tokens_mask)
-        if special > self.max_tokens:
+        if special >= self.max_tokens:
             raise UnsupportedModel(
                 f"a text of model {checkpoint.name} may have {self.max_tokens} tokens, and has {special} "
                 "special ones; allow longer texts by max_tokens, max_seq_length in sentence_bert_config.json "

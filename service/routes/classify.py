@@ -19,6 +19,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosine_matrix
+from attncache_core.text.limits import require_distinct
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.common import answer, best_first, check_count, computed, json_list, label_logits, named
@@ -127,7 +128,7 @@ def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
     """Return the columns of the requested labels, or of all. Raises InvalidInput for another label."""
     if requested is None:
         return list(range(len(known)))
-    _refuse_duplicates(requested)
+    require_distinct(requested)
     columns = {label: column for column, label in enumerate(known)}
     for index, label in enumerate(requested):
         is_shared = len(columns) < len(known) and known.count(label) > 1
@@ -141,7 +142,7 @@ def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
 def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
     """Raise TooManyInputs if the labels are too many or too long, InvalidInput if a label is repeated."""
     check_count(labels, "labels", limit)
-    _refuse_duplicates(labels)
+    require_distinct(labels)
     characters = inputs * sum(map(len, labels))
     if characters > _MAX_ANSWER_CHARACTERS:
         raise TooManyInputs(
@@ -149,14 +150,6 @@ def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
             f"labels; at most {_MAX_ANSWER_CHARACTERS} are allowed; give fewer inputs or shorter labels",
             field="labels",
         )
-
-
-def _refuse_duplicates(labels: list[str]) -> None:
-    seen: set[str] = set()
-    for index, label in enumerate(labels):
-        if label in seen:
-            raise InvalidInput(f"labels[{index}] repeats an earlier label", field=f"labels[{index}]")
-        seen.add(label)
 
 
 async def _label_embeddings(

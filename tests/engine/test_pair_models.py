@@ -358,12 +358,14 @@ def test_model_without_entailment_takes_no_labels(tmp_path):
     assert refused.value.field == "labels"
 
 
-def test_one_text_and_one_label_are_no_lists_of_their_characters(tmp_path):
+def test_one_text_one_label_and_a_repeated_label_are_no_choice(tmp_path):
     decisions = load(write_deberta_v3(tmp_path, **NLI)).decisions
     with pytest.raises(InvalidInput, match="labels must be a list"):
         decisions.zero_shot(LABELS[0])
     with pytest.raises(InvalidInput, match="texts must be a list"):
         decisions.zero_shot(LABELS).pairs("my parcel")
+    with pytest.raises(InvalidInput, match=r"labels\[1\] repeats an earlier label"):
+        decisions.zero_shot(["money", "money"])
     assert decisions.zero_shot(iter(LABELS)) == decisions.zero_shot(LABELS)
 
 

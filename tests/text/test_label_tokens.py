@@ -456,7 +456,7 @@ def test_labels_of_an_embedding_model_are_compared_by_embedding(tmp_path):
         PrefillEngine.load(checkpoint, classifier=engine.classifier)
 
 
-@pytest.mark.parametrize("labels", [["one"], ["a", "a"], ["a", ""], "label"])
+@pytest.mark.parametrize("labels", [["one"], ["a", "a"], ["a", ""], "label", [("a", "b"), ("c", "d")]])
 def test_labels_that_are_no_choice_are_refused(tiny_llama, labels):
     with pytest.raises(InvalidInput, match="two or more different names"):
         read_checkpoint(tiny_llama).adapted(label_logits=True, labels=labels)

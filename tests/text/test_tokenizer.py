@@ -57,7 +57,7 @@ def test_longest_sequence_is_the_smallest_of_the_limits(tmp_path, of_folder, of_
     assert TextTokenizer(read_checkpoint(tmp_path)).max_tokens == expected
 
 
-@pytest.mark.parametrize(("limit", "longest"), [(2, 2), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
+@pytest.mark.parametrize(("limit", "longest"), [(3, 3), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
 def test_operators_limit_applies_if_it_is_below_the_models(tmp_path, limit, longest):
     checkpoint, _ = write(tmp_path, settings={"max_seq_length": 20})
     tokenizer = TextTokenizer(checkpoint, limit)
@@ -294,6 +294,7 @@ def test_tokens_that_are_not_those_of_tokenizer_json_are_warned_about(
     [
         (closed(models.WordLevel({"[CLS]": 0, "[SEP]": 1})), {}, "has special tokens only"),
         (closed(models.WordLevel(FEW_WORDS)), {"settings": {"max_seq_length": 1}}, "allow longer texts by"),
+        (closed(models.WordLevel(FEW_WORDS)), {"settings": {"max_seq_length": 2}}, "allow longer texts by"),
         (closed(models.WordLevel(FEW_WORDS), kind=1), {}, "other types than 0"),
     ],
 )
