@@ -57,7 +57,7 @@ from attncache_core.errors import BuildFailed, CorruptDatabase, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.variant import is_count
 from attncache_core.native import MAPS_VERSION
-from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.database import AttentionDatabase, write_decisions
 from attncache_core.reuse.maps.familiarity import remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.integrity import file_digests
@@ -199,7 +199,9 @@ class _Build:
         self.budget = default_budget(
             engine, options.min_cosine, options.min_text_cosine, options.min_agreement
         )
-        self.use = use_of(engine.checkpoint, decides=self.budget.measure is Measure.AGREEMENT)
+        decides = self.budget.measure is Measure.AGREEMENT
+        self.classifier = engine.classifier if decides else None
+        self.use = use_of(engine.checkpoint, decides=decides and self.classifier is None)
         self.layout = RecordLayout(
             self._stored_heads(),
             torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16,
@@ -274,6 +276,7 @@ class _Build:
                 "maps_version": MAPS_VERSION,
                 "fingerprint": self.fingerprint,
                 "use": self.use,
+                **({"classifier": self.classifier.digest()} if self.classifier else {}),
                 "dtype": str(self.layout.dtype),
                 "options": asdict(self.options),
                 "start_from": self.start_from and self.start_from.manifest.id,
@@ -465,7 +468,8 @@ class _Build:
                 "seconds": round(seconds, 1),
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
-            files=file_digests(self.partial, records, self.familiarity, store),
+            files=file_digests(self.partial, records, self.familiarity, store)
+            | write_decisions(self.partial, self.classifier),
         ).write(self.partial)
         # The inputs go before the damage, without which no build must go on.
         scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]

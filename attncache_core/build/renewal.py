@@ -92,6 +92,13 @@ def renew_database(
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         present.require_use(engine.checkpoint)
+        if present.decisions is not None and engine.classifier is None:
+            raise InvalidInput(
+                f"database {folder} keeps the decisions among the labels "
+                f"{', '.join(present.decisions.labels)}; give --labels with them",
+                field="labels",
+            )
+        present.require_classifier(engine.classifier)
         measured: dict[str, Any] = {}
         if texts is not None:
             measured["request"] = _digest([texts, min_gain, synthetic_only, str(engine.dtype)])
@@ -236,7 +243,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
             "is better; build it again without --threshold, and with a budget",
             field="database",
         )
-    if present.decisions is not None:
+    if present.decisions is not None and present.decisions.fitted:
         raise InvalidInput(
             f"database {present.folder} keeps the decisions of a classifier, which renew cannot build for; "
             "build a new database and calibrate it with --classifier",

@@ -122,6 +122,26 @@ def test_next_generation_has_the_budget_of_the_last_calibration(root, load, text
     assert AttentionDatabase.open(root).manifest.policy.budget == budget
 
 
+def test_database_of_decisions_is_built_served_and_renewed_with_the_same_labels(
+    tiny_checkpoint, tiny_corpus, load, texts, tmp_path
+):
+    root, labels = tmp_path / "labels.db", ("card", "money")
+    labelled = loader(tiny_checkpoint.adapted(labels=labels))
+    options = BuildOptions(training_steps=10, prototypes=4, min_agreement=0.5, heads="3")
+    build_database(labelled(None), tiny_corpus[::3], root, options)
+    database = AttentionDatabase.open(root)
+    assert database.manifest.policy.budget == Budget(Measure.AGREEMENT, 0.5)
+    assert (database.decisions.labels, database.verify()) == (labels, [])
+    assert labelled(database).decisions.labels == labels
+    with pytest.raises(DatabaseRefused, match="only with the classifier or labels"):
+        loader(tiny_checkpoint.adapted(labels=("card", "help")))(database)
+    with pytest.raises(InvalidInput, match="the labels card, money; give --labels with them"):
+        renew_database(load, root, texts, min_gain=0)
+    tighten(root)
+    assert renew_database(labelled, root, texts, min_gain=0).result is Result.PUBLISHED
+    assert labelled(AttentionDatabase.open(root)).decisions.labels == labels
+
+
 def test_tightened_database_is_renewed_and_a_generation_that_is_not_better_is_removed(
     root, load, texts, tiny_engine
 ):

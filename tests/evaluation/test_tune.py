@@ -244,14 +244,27 @@ def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_che
         Tuning(replace(changed, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
 
 
-def test_fitted_classifier_decides_on_the_embeddings_of_every_variant(options, tiny_engine, tiny_checkpoint):
+@pytest.fixture
+def fitted(options, tiny_engine, tiny_checkpoint):
     texts = options.texts.texts
-    fitted = fit_classifier(
+    return fit_classifier(
         tiny_engine.embed(texts),
         list(map(label_of, texts)),
         fingerprint=tiny_checkpoint.embedding_fingerprint(),
         model="tiny",
     )
+
+
+def test_database_keeps_the_decisions_of_the_classifier_that_it_was_built_for(options, fitted, monkeypatch):
+    monkeypatch.setattr(databases, "BuildOptions", partial(BuildOptions, training_steps=20))
+    tuning, _ = tuned(replace(options, classifier=fitted, ways=("maps",)))
+    assert tuning.failed == {}
+    assert AttentionDatabase.open(tuning._folder_of(Way(maps=True))).decisions.decides_as(fitted)
+
+
+def test_fitted_classifier_decides_on_the_embeddings_of_every_variant(
+    options, fitted, tiny_engine, tiny_checkpoint
+):
     tuning, report = tuned(replace(options, classifier=fitted))
     variant = WEIGHTS.variant_of(tiny_checkpoint)
     assert report.classifier.fingerprint == variant.embedding_fingerprint() != fitted.fingerprint

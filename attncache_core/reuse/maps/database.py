@@ -8,16 +8,16 @@
     DIR/refitted.safetensors      the weights that hits take, if they have their own (refitted.py)
     DIR/index/<length>.faiss      feature vectors of the recorded sentences (index.py)
     DIR/maps/<length>.maps        records (storage/layout.py)
+    DIR/decisions-<digest>/       the classifier whose decisions the budget is about, if there is one
 
     DIR/gain.json                 measured gain of reuse on each machine (gain.py)
-    DIR/decisions-DIGEST/         the classifier whose decisions the budget is about, if there is one
     DIR/calibrated_on.json        digests of the texts of a calibration after the build
     DIR/tightened.json            findings of all servers about the policy (policy_state.py)
 
 A folder that was renewed holds several generations, each with these files; see generations.py.
 
-`build_database` writes all files except the last four. `calibrate_database` writes decisions and familiarity
-test, and changes mask, policy and quality in the manifest. Nothing else changes a file of the first group.
+`build_database` writes the first group. `calibrate_database` writes decisions and familiarity test again, and
+changes mask, policy and quality in the manifest. Nothing else changes a file of the first group.
 """
 
 from __future__ import annotations
@@ -80,6 +80,18 @@ from attncache_core.runtime.files import refused_read, when_written, write_whole
 _DECISIONS = "decisions"
 _CALIBRATED_ON = "calibrated_on.json"
 _DIGESTS = TypeAdapter(set[str])
+
+
+def write_decisions(folder: Path, classifier: LinearClassifier | None) -> dict[str, str]:
+    """Write the classifier whose decisions the budget is about into the folder of a database.
+
+    Returns what the manifest's `files` have of it: nothing if there is none. Raises OSError.
+    """
+    if classifier is None:
+        return {}
+    path = folder / f"{_DECISIONS}-{classifier.digest()[:16]}" / "classifier.json"
+    classifier.save(path.parent)
+    return {f"{path.parent.name}/{path.name}": file_digest(path)}
 
 
 @dataclass(frozen=True)
@@ -195,11 +207,7 @@ class AttentionDatabase:
         files = {
             name: digest for name, digest in self.manifest.files.items() if not name.startswith(_DECISIONS)
         }
-        if classifier:
-            path = self.folder / f"{_DECISIONS}-{classifier.digest()[:16]}" / "classifier.json"
-            classifier.save(path.parent)
-            files[f"{path.parent.name}/{path.name}"] = file_digest(path)
-        return files
+        return files | write_decisions(self.folder, classifier)
 
     def remove_other_decisions(self, files: Mapping[str, str]) -> None:
         """Remove the classifiers of earlier and of interrupted calibrations. files: of the manifest."""
