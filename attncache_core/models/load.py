@@ -26,7 +26,7 @@ from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.bare import WeightReport, is_bare, read_bare
 from attncache_core.models.experts import require_routing
-from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
+from attncache_core.models.families import ENCODERS, FAMILIES, is_causal
 from attncache_core.models.layer import Dropped
 from attncache_core.models.linear import quantizing
 from attncache_core.models.model import PackedModel
@@ -146,10 +146,11 @@ def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], An
             "its attention is causal, and causal encoders are not served",
             field="model",
         )
-    if checkpoint.task == "label-logits" and family not in DECODERS:
+    if checkpoint.task == "label-logits" and not is_causal(checkpoint):
         raise UnsupportedModel(
-            f"model {checkpoint.name} is an encoder, which predicts no next token: task label-logits is for "
-            "decoders; without it, give /classify labels, which are compared by embedding",
+            f"the tokens of model {checkpoint.name} attend to later tokens, so it predicts no next token: "
+            "task label-logits is for causal decoders; without it, give /classify labels, which are compared "
+            "by embedding",
             field="task",
         )
     # First, so that a wrong layer count in config.json cannot make the lists below huge.

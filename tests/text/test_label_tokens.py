@@ -427,9 +427,10 @@ def test_what_a_model_is_not_served_for_is_refused(engine, tiny_engine):
 
 
 def test_model_that_predicts_no_next_token_is_refused_with_what_helps(tmp_path, tiny_classifier_checkpoint):
-    encoder = read_checkpoint(write_model(tmp_path / "encoder")).adapted(label_logits=True)
-    with pytest.raises(UnsupportedModel, match=r"an encoder.*without it, give /classify labels"):
-        PrefillEngine.load(encoder)
+    for folder in (write_model(tmp_path / "encoder"), write_llama(tmp_path / "llama", is_causal=False)):
+        checkpoint = read_checkpoint(folder).adapted(label_logits=True)
+        with pytest.raises(UnsupportedModel, match=r"to later tokens.*without it, give /classify labels"):
+            PrefillEngine.load(checkpoint)
     with pytest.raises(InvalidInput, match="classes of its own"):
         tiny_classifier_checkpoint.adapted(label_logits=True)
     with pytest.raises(InvalidInput, match="labels of its own"):
