@@ -46,8 +46,13 @@ class ScoreTerms:
 
 
 def _near(distances: int, length: int) -> slice:
-    """Return where the distances from 1 - length to length - 1 are among more distances around 0."""
+    """Return where the distances from 1 - length to length - 1 are among more distances around 0.
+
+    Raises IndexError if there are fewer distances.
+    """
     zero = distances // 2
+    if length > zero + 1:
+        raise IndexError("a sequence has more tokens than the model has positions")
     return slice(zero - length + 1, zero + length)
 
 

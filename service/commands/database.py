@@ -49,7 +49,10 @@ def verify(database: Path) -> None:
         click.echo(fault)
     for generation in verify_generations(database):
         of_which = f"generation {generation.number}: " if current_path(database).is_file() else ""
-        click.echo("\n".join(generation.faults) or f"{of_which}{generation.records} records, all sound")
+        click.echo(
+            "\n".join(generation.faults)
+            or f"{of_which}{generation.records:,} records and prototypes, all sound"
+        )
         faults += generation.faults
     if faults:
         sys.exit(1)
@@ -64,9 +67,10 @@ def show_database(database: AttentionDatabase) -> None:
     if variant:
         changes = ", ".join(f"{name.replace('_', ' ')} {change}" for name, change in variant.items())
         console.print(f"variant      {changes}")
-    store = database.search.store
+    store, info = database.search.store, database.info()
     console.print(
-        f"records      {store.records:,} in {manifest.dtype}, {manifest.form} maps, {_size(store.file_bytes)}"
+        f"records      {info.records:,} and {info.prototypes:,} prototypes in {manifest.dtype}, "
+        f"{manifest.form} maps, {_size(store.file_bytes)}"
     )
     layers = ", ".join(
         f"{layer}: {' '.join(map(str, sorted(order[:reused]))) or 'none'}"

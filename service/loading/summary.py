@@ -121,7 +121,8 @@ def _processor(engine: PrefillEngine) -> str:
 def _database(engine: PrefillEngine) -> str:
     if engine.map_reuse is None:
         return "none"
-    return f"{engine.map_reuse.database.folder} ({engine.map_reuse.search.store.records:,} records)"
+    database, info = engine.map_reuse.database, engine.map_reuse.database.info()
+    return f"{database.folder} ({info.records:,} records and {info.prototypes:,} prototypes)"
 
 
 def _limits(settings: Settings) -> str:

@@ -41,7 +41,7 @@ class EngineNumbers(Collector):
 def _of_database(database: DatabaseInfo | None) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "attncache_database_records",
-        "Records in the database",
+        "Records of texts in the database, without prototypes",
         value=database.records if database else 0,
     )
     yield GaugeMetricFamily(

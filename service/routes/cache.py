@@ -386,7 +386,9 @@ def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:
     for name, value in parameters.items():
         if name not in _PLANNED:
             # The client chose the name, so the message does not repeat it.
-            raise InvalidInput(f"unknown query parameter; the known ones are {', '.join(_PLANNED)}")
+            raise InvalidInput(
+                f"unknown query parameter; the known ones are {', '.join((*_PLANNED, 'devices'))}"
+            )
         found[name] = number(value)
         if not 0 <= found[name] <= _LARGEST:
             raise InvalidInput(f"{name} must be a number from 0 to {_LARGEST:g}", field=name)

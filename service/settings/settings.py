@@ -56,6 +56,8 @@ class Settings(
             raise refused("--port has no effect with --unix-socket; leave one of them out")
         if self.tls_cert and self.unix_socket and self.admin_port is None:
             raise refused("--tls-cert has no effect with --unix-socket, which only this machine reaches")
+        if self.admin_port is None:
+            self._refuse(("admin_host",), "without --admin-port; give both or none")
         if self.classifier and self.labels:
             raise refused("--classifier and --labels both set the labels; leave one of them out")
         if self.blend is None:  # otherwise, blended chunks are verified

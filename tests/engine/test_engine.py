@@ -16,6 +16,7 @@ from core_models import (
     write_model,
     write_sentence_transformer,
 )
+from families import CASES, write_family
 
 from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
@@ -206,6 +207,17 @@ def test_type_of_a_token_that_the_model_does_not_have_is_refused(tiny_checkpoint
             engine.run([PrefillRequest(PairTokens([5, 6, 7], types))])
     with pytest.raises(ValueError, match="one type for each token"):
         PairTokens([5, 6, 7], types[:2])
+
+
+@pytest.mark.parametrize("way", ["stack", "operators"])
+def test_sequence_that_is_longer_than_the_distances_of_a_model_is_refused(tmp_path, way):
+    config = CASES["deberta-shared-buckets"].made()
+    checkpoint = read_checkpoint(write_family(tmp_path, config))
+    with attention_by(way):
+        engine = PrefillEngine.load(checkpoint, dtype="float32")
+        assert engine.run([PrefillRequest([7] * config.max_position_embeddings)]).finite.all()
+        with pytest.raises(IndexError, match="more tokens than the model has positions"):
+            engine.run([PrefillRequest([7] * (config.max_position_embeddings + 1))])
 
 
 @pytest.mark.parametrize(

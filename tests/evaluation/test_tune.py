@@ -27,6 +27,7 @@ from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.generations import Generation
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.memory import tensor_bytes
 
 WEIGHTS = Way(quantization=Quantization.INT8_WEIGHT_ONLY)
@@ -217,6 +218,20 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
     again = tuned(changed)[1]
     assert (again.database, len(budgets)) == (report.database, 2)
 
+    def measured_anew():
+        told = []
+        tuned(changed, measured=lambda measured, was_kept: told.append((measured.way.name, was_kept)))
+        return [name for name, was_kept in told if not was_kept]
+
+    # The figures are of a database that is not there any more.
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(
+        report.database
+    )
+    assert measured_anew() == ["int8-weight-only + maps"]
+    shutil.rmtree(changed.databases)
+    assert (measured_anew(), len(budgets)) == (["maps", "int8-weight-only + maps"], 4)
+    assert measured_anew() == []
+
 
 def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_checkpoint):
     labels = ["transfer" if "transfer" in text else "card" for text in options.texts.texts]
@@ -258,6 +273,12 @@ def fitted(options, tiny_engine, tiny_checkpoint):
 def test_database_keeps_the_decisions_of_the_classifier_that_it_was_built_for(options, fitted, monkeypatch):
     monkeypatch.setattr(databases, "BuildOptions", partial(BuildOptions, training_steps=20))
     tuning, _ = tuned(replace(options, classifier=fitted, ways=("maps",)))
+    assert tuning.failed == {
+        "maps": "a build holds out 6 of the 60 texts that choose, and at least 29 are needed to show that "
+        "the decisions are kept; give more texts"
+    }
+    assert not options.databases.exists()
+    tuning, _ = tuned(replace(options, classifier=fitted, ways=("maps",), min_agreement=0.5))
     assert tuning.failed == {}
     assert AttentionDatabase.open(tuning._folder_of(Way(maps=True))).decisions.decides_as(fitted)
 

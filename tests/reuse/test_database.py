@@ -18,7 +18,7 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.native import MAPS_VERSION
-from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.database import AttentionDatabase, verify_generations
 from attncache_core.reuse.maps.manifest import Manifest
 
 
@@ -146,6 +146,7 @@ def test_other_version_is_refused_with_both_numbers_and_the_command_that_builds_
     assert f"remove it and build it anew: {command}, with the options" in str(refused.value)
     assert refused.value.field == "database"
     assert len(str(refused.value).splitlines()) == 1
+    assert [verified.faults for verified in verify_generations(folder)] == [[str(refused.value)]]
 
 
 def test_folder_without_a_manifest_is_refused(folder):

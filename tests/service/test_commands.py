@@ -42,7 +42,7 @@ def built(tiny_checkpoint, files, tmp_path_factory):
 
 def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
     database = AttentionDatabase.open(built[0])
-    assert succeeded(run("verify", built[0])) == "270 records, all sound\n"
+    assert succeeded(run("verify", built[0])) == "270 records and prototypes, all sound\n"
     assert (database.info().records, database.info().prototypes) == (240, 30)
     (group,) = database.search.policy.groups
     assert {kind.threshold for kind in group.kinds.values()} == {0.9}
@@ -138,7 +138,7 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
     folder, _ = built
     text = succeeded(run("inspect", folder))
     database = AttentionDatabase.open(folder)
-    assert "270 in float16" in text
+    assert "240 and 30 prototypes in float16" in text
     assert "12 of 12 heads" in text
     # With a given θ, no budget is kept.
     assert "budget       mean cosine of the hits at least 0.0" in text

@@ -70,6 +70,7 @@ def test_values_are_read_from_text():
         ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
         ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
         ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
+        ({"admin_host": "0.0.0.0"}, "--admin-host has no effect without --admin-port"),
         ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
         ({"blend": "a", "kv": False}, "--blend has no effect with --no-kv"),
         ({"blend": "a", "database": "b"}, "--blend has no effect with --database"),

@@ -40,7 +40,7 @@ def test_summary_names_model_processor_limits_and_address(tiny_engine):
 
 def test_summary_names_the_database_and_what_reuse_does(reusing, tiny_database):
     lines = lines_of(reusing)
-    assert lines["database"] == f"{tiny_database} (240 records)"
+    assert lines["database"] == f"{tiny_database} (240 records and 0 prototypes)"
     assert lines["reuse"].startswith("reusing attention maps whether it saves time here or not")
 
 

@@ -11,29 +11,68 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.policy_selection import could_prove
+from attncache_core.calibration.quality import texts_needed
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import current_generation
+from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.policy import Budget
 
 _HELD_OUT = 10  # a build holds out one of so many texts
+
+
+@dataclass(frozen=True)
+class Built:
+    """A database that was built."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    folder: str  # its name
+    manifest: str  # SHA-256 of manifest.json, which changes with policy, mask and generation
+
+    @classmethod
+    def of(cls, root: Path) -> Self:
+        """Describe the database in `root`. Raises DatabaseRefused and OSError."""
+        return cls(root.name, file_digest(current_generation(root).folder / "manifest.json"))
+
+    def is_in(self, parent: Path) -> bool:
+        """Return whether the folder of databases still holds this one, unchanged."""
+        try:
+            return Built.of(parent / self.folder) == self
+        except (DatabaseRefused, OSError):
+            return False
 
 
 def budget_of_build(rest: Budget, texts: int) -> Budget:
     """Return the budget to build a database for, from what is left of the operator's budget.
 
     texts: number of choosing texts. The floor is left to the measurement on the measuring texts if a build
-    holds out too few texts to prove the floor, because then only recorded texts would hit.
+    holds out too few texts to prove the floor, because then only recorded texts would hit. Raises
+    InvalidInput if a build holds out too few texts to prove a budget of decisions.
     """
-    return rest if could_prove(rest, texts // _HELD_OUT) else replace(rest, floor=0.0)
+    held_out = texts // _HELD_OUT
+    if could_prove(rest, held_out):
+        return rest
+    if rest.measure is Measure.COSINE:
+        return replace(rest, floor=0.0)
+    raise InvalidInput(
+        f"a build holds out {held_out} of the {texts} texts that choose, and at least {texts_needed(rest)} "
+        "are needed to show that the decisions are kept; give more texts",
+        field="texts",
+    )
 
 
 def open_or_build(

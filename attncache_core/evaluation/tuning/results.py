@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from attncache_core.errors import InvalidInput
+from attncache_core.evaluation.tuning.databases import Built
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.reuse.maps.policy import Budget
@@ -24,12 +25,18 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Kept:
-    """A measured way, and the budget that its database was built for."""
+    """A measured way, and the database that was built for it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     measured: MeasuredWay
     of_maps: Budget | None = None  # None: the way reuses no maps, or those of the operator's database
+    built: Built | None = None  # None: as for of_maps
+
+    @property
+    def question(self) -> tuple[Way, Budget | None]:
+        """What was measured, whatever came out."""
+        return self.measured.way, self.of_maps
 
 
 @dataclass
@@ -82,14 +89,22 @@ class Results:
         """The number of ways in the file."""
         return len(self._content.measured)
 
-    def find(self, way: Way, of_maps: Budget | None) -> MeasuredWay | None:
-        """Return the figures of a way; None if it was not measured with a database for this budget."""
-        found = (entry.measured for entry in self._content.measured if entry.of_maps == of_maps)
-        return next((measured for measured in found if measured.way == way), None)
+    def find(self, way: Way, of_maps: Budget | None, databases: Path) -> MeasuredWay | None:
+        """Return the figures of a way; None if it was not measured with a database for this budget.
 
-    def add(self, measured: MeasuredWay, of_maps: Budget | None) -> None:
-        """Keep the figures of a way. Raises OSError if the file cannot be written."""
-        self._content.measured.append(Kept(measured, of_maps))
+        Also None if the database is not in the folder `databases` any more, or has changed: the figures are
+        of another one then.
+        """
+        for kept in self._content.measured:
+            if kept.question == (way, of_maps):
+                is_there = kept.built.is_in(databases) if kept.built else of_maps is None
+                return kept.measured if is_there else None
+        return None
+
+    def add(self, kept: Kept) -> None:
+        """Keep the figures of a way, and no others of it. Raises OSError if the file cannot be written."""
+        others = (other for other in self._content.measured if other.question != kept.question)
+        self._content.measured = [*others, kept]
         self._write()
 
     def least_important(self, kind: str, rank: Callable[[], Mapping[str, list[int]]]) -> list[int]:

@@ -34,9 +34,9 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import AttnCacheError, InvalidInput, NotFinite
 from attncache_core.evaluation.importance import measure_importance
 from attncache_core.evaluation.tasks import label_names, require_known
-from attncache_core.evaluation.tuning.databases import budget_of_build, open_or_build
+from attncache_core.evaluation.tuning.databases import Built, budget_of_build, open_or_build
 from attncache_core.evaluation.tuning.measuring import Judge, MeasuredWay, Subject, measure
-from attncache_core.evaluation.tuning.results import Results
+from attncache_core.evaluation.tuning.results import Kept, Results
 from attncache_core.evaluation.tuning.search import Search, choose
 from attncache_core.evaluation.tuning.ways import WAYS, Way
 from attncache_core.heads.classifier import LinearClassifier, fit_classifier
@@ -231,20 +231,21 @@ class Tuning:
             return None  # the operator's database serves the exact model only
         try:
             of_maps = self._budget_of_maps(way) if way.maps and not self.database else None
-            found = self.results.find(way, of_maps)
-            with self._text_numbers(self.measuring):
-                measured = found or self._measure_now(way, of_maps)
+            found = self.results.find(way, of_maps, self.options.databases)
+            if found is None:
+                with self._text_numbers(self.measuring):
+                    kept = self._measure_now(way, of_maps)
         except AttnCacheError as error:
             self.failed[way.name] = str(error)
             self.events.failed(way.name, str(error))
             return None
         if found is None:
-            self.results.add(measured, of_maps)
-        self.measured[way] = measured
+            self.results.add(kept)
+        self.measured[way] = measured = found or kept.measured
         self.events.measured(measured, found is not None)
         return measured
 
-    def _measure_now(self, way: Way, of_maps: Budget | None) -> MeasuredWay:
+    def _measure_now(self, way: Way, of_maps: Budget | None) -> Kept:
         timed = partial(
             measure,
             way,
@@ -254,12 +255,13 @@ class Tuning:
             on_step=partial(self.events.progress, f"measuring {way.name}"),
         )
         if way == _EXACT:
-            return timed(self.exact, weight_bytes=self._exact_bytes)
+            return Kept(timed(self.exact, weight_bytes=self._exact_bytes))
         database = self._database_of(way, of_maps) if way.maps else None
         before = tensor_bytes()
         engine = self._load(way, database)
         weight_bytes = tensor_bytes() - before
-        return timed(Subject(engine, self.measuring.texts), weight_bytes=weight_bytes)
+        measured = timed(Subject(engine, self.measuring.texts), weight_bytes=weight_bytes)
+        return Kept(measured, of_maps, Built.of(database.generation.root) if database and of_maps else None)
 
     def _load(self, way: Way, database: AttentionDatabase | None = None) -> PrefillEngine:
         options = self.options
@@ -376,6 +378,7 @@ class Tuning:
             "texts of int8": int8.variant["quantization_texts"],
             "database": self.database.manifest.id if self.database else None,
             "policy": self.database.search.policy.digest if self.database else None,
+            "mask": list(self.database.mask.reused) if self.database else None,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "device": str(engine.model.device),
             "processor": processor_name(),

@@ -395,7 +395,9 @@ def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
             database = AttentionDatabase.open_generation(generation)
             _ = database.decisions
         except AttnCacheError as error:
-            yield VerifiedGeneration(generation.number, 0, [with_remedy(error, generation)])
+            is_damaged = isinstance(error, CorruptDatabase)
+            fault = with_remedy(error, generation) if is_damaged else str(error)
+            yield VerifiedGeneration(generation.number, 0, [fault])
             continue
         store = database.search.store
         of_which = f"generation {generation.number}, " if generation.number else ""
