@@ -147,10 +147,12 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
         )
     all_hits = Quality.of(trial.fidelity, budget.measure)
     if not all_hits.keeps(budget):
-        floor = "" if not budget.floor else f" and the kept floor {all_hits.floor or 0:.4f}"
+        kept, floor = "", ""
+        if budget.floor:
+            kept, floor = f" and the kept floor {all_hits.floor or 0:.4f}", f" and {budget.floor}"
         return (
             f"the mean {budget.measure} of the held-out hits is {all_hits.mean:.4f} (bound "
-            f"{all_hits.lower_bound:.4f}){floor}, and the budget is {budget.least} and {budget.floor}"
+            f"{all_hits.lower_bound:.4f}){kept}, and the budget is {budget.least}{floor}"
         )
     for index in np.unique(trial.groups).tolist():
         fidelity = trial.fidelity[trial.groups == index]
