@@ -159,8 +159,7 @@ class Group:
         if verifier is None:
             return
         steps = verifier.steps()
-        # Engines with another policy have other parts, and findings belong to a generation of a database.
-        key = f"findings/{type(verifier).__name__}/{verifier.subject}/{len(steps)}"
+        key = f"findings/{type(verifier).__name__}/{verifier.subject}"
         content = await self._store.get(key)
         known = [0] * len(steps) if content is None else orjson.loads(content)
         tightest = [max(pair) for pair in zip(steps, known, strict=True)]

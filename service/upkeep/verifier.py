@@ -80,8 +80,9 @@ class Verifier(LaterVerifier):
 
     @property
     def subject(self) -> str:
-        """The id of the database: other generations have other policies."""
-        return self._reuse.database.manifest.id
+        """The database and its policy as it was calibrated: other generations have others."""
+        database = self._reuse.database
+        return f"{database.manifest.id}/{database.search.policy.digest}"
 
     @property
     def policy(self) -> ReusePolicy:

@@ -303,22 +303,27 @@ async def test_findings_of_the_generation_before_are_kept_with_it(
     assert not (root / "generations" / "000001" / "tightened.json").exists()
 
 
-async def test_workers_share_findings_of_one_generation_only(
+async def test_workers_share_findings_of_one_policy_only(
     tiny_checkpoint, tiny_database, tiny_prototypes_database, tmp_path
 ):
+    calibrated = Path(shutil.copytree(tiny_database, tmp_path / "calibrated.db"))
+    manifest = AttentionDatabase.open(calibrated).manifest
+    # A calibration keeps the id.
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(calibrated)
+
     def verifier(folder):
         engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
         return Verifier(engine, 1.0, Metrics())
 
     groups = []
-    for number, folder in enumerate((tiny_database, tiny_database, tiny_prototypes_database)):
-        worker = Worker(number, 3, tmp_path)
+    for number, folder in enumerate((tiny_database, tiny_database, tiny_prototypes_database, calibrated)):
+        worker = Worker(number, 4, tmp_path)
         groups.append(Group(worker, worker.store("shared"), Metrics()))
         groups[-1].verifier = verifier(folder)
     groups[0].verifier.follow([2, 0])
     for group in groups:
         await group._share_findings()
-    assert [group.verifier.steps()[0] for group in groups] == [2, 2, 0]
+    assert [group.verifier.steps()[0] for group in groups] == [2, 2, 0, 0]
 
 
 async def test_watching_ends_with_the_app(tiny_checkpoint, root):
