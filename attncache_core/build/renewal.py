@@ -273,6 +273,8 @@ def _build(
     """Build the next generation, or go on with what a renewal with equal inputs has built."""
     training = [sentence.token_ids or sentence.text for sentence in texts.training]
     inputs = [training, texts.held_out, present.manifest.id, asdict(options), str(engine.dtype)]
+    if present.decisions:
+        inputs.append(present.decisions.digest())
     digest = _digest(inputs).encode()
     if not has_inputs(folder, digest):
         clear_workspace(folder)
