@@ -250,8 +250,7 @@ class AttentionLayer:
 def output_projection(weights: LinearWeights, heads: LayerHeads) -> Linear:
     """Pack the projection of a context, with its columns, which are its inputs, in the order of the heads."""
     columns = head_rows(heads.order, weights.weight.shape[1] // len(heads.order))
-    smoothing = None if weights.smoothing is None else weights.smoothing[columns]
-    return packed_linear(weights.weight[:, columns], weights.bias, smoothing)
+    return packed_linear(weights.weight, weights.bias, weights.smoothing, columns=columns)
 
 
 def build_layers(

@@ -67,20 +67,24 @@ def packed_linear(
     bias: torch.Tensor | None = None,
     smoothing: torch.Tensor | None = None,
     activation: str | None = None,
+    columns: torch.Tensor | None = None,
 ) -> Linear:
     """Pack a linear layer from its weights, in the quantisation set by `quantizing`.
 
-    smoothing: see Int8Linear; other quantisations ignore it. activation: one of ACTIVATIONS, or None. Raises
-    UnsupportedModel if this processor cannot compute with the quantisation.
+    smoothing: see Int8Linear; other quantisations ignore it. activation: one of ACTIVATIONS, or None.
+    columns: int64 [inputs], the order of the columns of weight and smoothing in the layer; None: as they are.
+    Raises UnsupportedModel if this processor cannot compute with the quantisation.
     """
     quantization = _quantization.get()
+    if quantization is Quantization.INT4:
+        return Int4Linear(weight, bias, activation, columns)
+    if columns is not None:
+        weight, smoothing = weight[:, columns], None if smoothing is None else smoothing[columns]
     match quantization:
         case Quantization.INT8:
             return Int8Linear(weight, bias, activation, smoothing)
         case Quantization.INT8_WEIGHT_ONLY:
             return Int8WeightOnlyLinear(weight, bias, activation)
-        case Quantization.INT4:
-            return Int4Linear(weight, bias, activation)
     return PackedLinear(weight, bias, activation)
 
 

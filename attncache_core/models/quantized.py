@@ -74,6 +74,21 @@ class Int4Linear(PackedLinear):
     Unpacked to the compute dtype for each product.
     """
 
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """columns: see packed_linear. Groups are those of the columns in the checkpoint's order, because
+        other groups would be other weights. weight, bias, activation: see PackedLinear.
+        """
+        self._columns = columns
+        if columns is not None and _are_whole_groups(columns):
+            weight, self._columns = weight[:, columns], None
+        super().__init__(weight, bias, activation)
+
     def _pack(self, weight: torch.Tensor, _: torch.Tensor | None) -> None:
         groups = functional.pad(weight.float(), (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
         least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
@@ -88,10 +103,19 @@ class Int4Linear(PackedLinear):
     def weight(self) -> torch.Tensor:
         """See PackedLinear."""
         if kernel := _kernel(self._levels):
-            return kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
-        levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
-        steps, least = self._steps.float()[..., None].unbind(dim=2)
-        return (levels * steps + least).flatten(1)[:, : self.inputs].to(self._dtype).contiguous()
+            unpacked = kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
+        else:
+            levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
+            steps, least = self._steps.float()[..., None].unbind(dim=2)
+            unpacked = (levels * steps + least).flatten(1)[:, : self.inputs].to(self._dtype).contiguous()
+        return unpacked if self._columns is None else unpacked[:, self._columns]
+
+
+def _are_whole_groups(columns: torch.Tensor) -> bool:
+    """Return whether columns in this order have the groups of the checkpoint's order, one after another."""
+    places = torch.arange(len(columns), device=columns.device)
+    firsts = columns - places % _GROUP  # of the group, if all of its columns are there in order
+    return bool((firsts % _GROUP == 0).all() and torch.equal(firsts, firsts[places - places % _GROUP]))
 
 
 def _kernel(levels: torch.Tensor) -> rows.RowKernel | None:

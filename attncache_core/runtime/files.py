@@ -75,9 +75,13 @@ def locked_at_once(path: Path) -> Iterator[None]:
             file.seek(0)
             content = file.read()
             raise HeldByAnother(int(content) if content.isdigit() else None)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            # Nothing stays in a buffer, because closing the file would fail again, without its name.
+            os.write(file.fileno(), b"%d" % os.getpid())
+        except OSError as error:
+            error.filename = str(path)
+            raise
         yield
 
 

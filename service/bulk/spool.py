@@ -62,8 +62,8 @@ class Spool:
             self._write_state(self.done)
             return
         begun_with, done = state
-        for name, now in self._begun_with.items():
-            then = begun_with.get(name)
+        for name in {**self._begun_with, **begun_with}:
+            then, now = begun_with.get(name), self._begun_with.get(name)
             if then != now:
                 raise InvalidInput(
                     f"{partial(self._output)} {begun_otherwise(name, then, now)}; use the same options and "

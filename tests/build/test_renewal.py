@@ -135,6 +135,9 @@ def test_database_of_decisions_is_built_served_and_renewed_with_the_same_labels(
     assert labelled(database).decisions.labels == labels
     with pytest.raises(DatabaseRefused, match="only with the classifier or labels"):
         loader(tiny_checkpoint.adapted(labels=("card", "help")))(database)
+    manifest, files = database.manifest, database.keep_decisions(None)
+    with pytest.raises(DatabaseRefused, match="built by an earlier version"):
+        labelled(replace(database, manifest=replace(manifest, files=files)))
     with pytest.raises(InvalidInput, match="the labels card, money; give --labels with them"):
         renew_database(load, root, texts, min_gain=0)
     tighten(root)

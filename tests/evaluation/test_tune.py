@@ -202,7 +202,7 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
     monkeypatch.setattr(
         databases,
         "build_database",
-        lambda *arguments: budgets.append(arguments[3].min_cosine) or real(*arguments),
+        lambda *arguments, **how: budgets.append(arguments[3].min_cosine) or real(*arguments, **how),
     )
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
     # Databases that are trained so little serve nothing.

@@ -23,6 +23,7 @@ from attncache_core.heads.vectors import cosines
 from attncache_core.models import linear, load_model, quantized
 from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
+from attncache_core.models.projections import head_rows
 from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
 from attncache_core.native import products, rows
 from attncache_core.text.token_batch import pack
@@ -80,6 +81,22 @@ def test_int4_weights_are_within_half_a_step_of_their_group(inputs, outputs, see
         off = (kept[:, first : first + 32] - weight[:, first : first + 32]).abs()
         # Half a step is 1/30 of the range. The step and the minimum are also rounded to bfloat16.
         assert (off <= span / 30 + 0.01 * group.abs().amax(dim=1, keepdim=True) + 1e-6).all()
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([8, 26, 32, 64]).flatmap(
+        lambda width: st.tuples(st.just(width), st.permutations(range(5)) | st.just(range(5)))
+    ),
+    st.integers(0, 100),
+)
+def test_int4_weights_do_not_depend_on_the_order_of_heads(heads, seed):
+    width, order = heads
+    columns = head_rows(list(order), width)
+    x, weight, bias = numbers(3, 5 * width, 7, seed=seed)
+    plain, ordered = Int4Linear(weight, bias), Int4Linear(weight, bias, None, columns)
+    torch.testing.assert_close(ordered.weight, plain.weight[:, columns], atol=0, rtol=0)
+    torch.testing.assert_close(ordered(x[:, columns]), plain(x), atol=TOLERANCE, rtol=1e-5)
 
 
 @settings(max_examples=40)
@@ -265,9 +282,9 @@ def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch
     case, made = DECODERS[family], []
 
     class Noted(Int4Linear):
-        def __init__(self, weight, bias=None, activation=None):
+        def __init__(self, weight, *options):
             made.append(weight.numel())
-            super().__init__(weight, bias, activation)
+            super().__init__(weight, *options)
 
     monkeypatch.setattr(linear, "Int4Linear", Noted)
     folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)

@@ -80,6 +80,23 @@ def test_record_and_similarity_are_those_of_the_brute_force_nearest_record(
         assert similarity == pytest.approx(1 - distances[nearest], abs=TOLERANCE)
 
 
+def test_recorded_sequence_takes_its_record_however_far_rounding_puts_it(tiny_engine, opened, asked):
+    """Also where Faiss compares so few codes that it misses the record."""
+    index = FeatureIndex()
+    for length in opened.manifest.records:
+        # The vectors of other records, half of them in compressed form.
+        other = np.roll(opened.search.index.vectors(length), 1, axis=0)
+        index.add(length, other, exact_below=16 if length % 2 else 10**6)
+    searched = replace(opened, search=replace(opened.search, index=index))
+    for threshold in (0.0, 1.0):
+        records, similarities, _ = plan_of(tiny_engine, searched, asked.sequences, threshold)
+        assert [similarity == 1 for similarity in similarities] == asked.recorded
+        own = [opened.search.store.record_of(ids) for ids in asked.sequences]
+        assert [record for record, is_own in zip(records, asked.recorded, strict=True) if is_own] == [
+            record for record in own if record is not None
+        ]
+
+
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=12), threshold=st.floats(0.5, 1.0))
 def test_compiled_code_finds_what_is_found_without_it(tiny_engine, opened, asked, rows, threshold):

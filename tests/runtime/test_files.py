@@ -14,7 +14,13 @@ import pytest
 from full_disk import largest_file
 
 from attncache_core.runtime import files
-from attncache_core.runtime.files import locked, move_into_place, remove_unfinished, write_whole
+from attncache_core.runtime.files import (
+    locked,
+    locked_at_once,
+    move_into_place,
+    remove_unfinished,
+    write_whole,
+)
 
 CONTENT_BYTES = 300_000
 
@@ -57,6 +63,10 @@ def test_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     assert failed.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+    lock = tmp_path / "a.lock"
+    with largest_file(0), pytest.raises(OSError, match="too large") as failed, locked_at_once(lock):
+        pass
+    assert failed.value.filename == str(lock)
 
 
 def test_file_system_without_locks_is_named_with_the_file(tmp_path, monkeypatch):

@@ -543,6 +543,11 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
         source.write_text("\n".join(changed), encoding="utf-8")
         one_line(run(*arguments), "does not begin with the 16 rows that are saved in")
     source.write_bytes(good)
+    state = spool.progress(output)
+    kept = state.read_text(encoding="utf-8")
+    state.write_text(kept.replace('"begun_with":{', '"begun_with":{"--later":1,'), encoding="utf-8")
+    one_line(run(*arguments), "was begun with --later 1, not without --later", "the same version")
+    state.write_text(kept, encoding="utf-8")
     # More rows behind the ones that are done are welcome.
     source.write_bytes(good + b"one more card\n")
     succeeded(run(*arguments))

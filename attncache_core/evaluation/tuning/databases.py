@@ -80,7 +80,8 @@ def open_or_build(
 ) -> AttentionDatabase:
     """Return the database of an engine's model, these texts and this budget; build it if it is missing.
 
-    engine: without a database. A build that was stopped continues. Raises BuildFailed.
+    engine: without a database. A build that was stopped continues, and one of another process is waited for.
+    Raises BuildFailed.
     """
     identity = [engine.fingerprint, str(engine.dtype), list(texts), asdict(budget)]
     folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -91,5 +92,12 @@ def open_or_build(
             if decides
             else BuildOptions(min_cosine=budget.least, min_text_cosine=budget.floor)
         )
-        build_database(engine, [CorpusSentence(text, text) for text in texts], folder, options, progress)
+        build_database(
+            engine,
+            [CorpusSentence(text, text) for text in texts],
+            folder,
+            options,
+            progress,
+            keep_existing=True,
+        )
     return AttentionDatabase.open(folder)

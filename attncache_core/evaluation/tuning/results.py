@@ -20,7 +20,7 @@ from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.files import write_whole
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2  # raised too if a figure is computed in another way
 
 
 @dataclass(frozen=True)

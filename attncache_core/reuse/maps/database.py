@@ -300,7 +300,13 @@ class AttentionDatabase:
         """Raise DatabaseRefused if a budget of decisions was measured with another classifier."""
         if classifier is None or self.manifest.policy.budget.measure is not Measure.AGREEMENT:
             return
-        if self.decisions is None or not self.decisions.decides_as(classifier):
+        if self.decisions is None:
+            raise DatabaseRefused(
+                f"database {self.folder} was built by an earlier version, which did not keep the labels that "
+                "its budget is about; calibrate it anew by `attncache calibrate`",
+                field="classifier",
+            )
+        if not self.decisions.decides_as(classifier):
             raise DatabaseRefused(
                 f"database {self.folder} keeps its budget only with the classifier or labels that it was "
                 "calibrated with; start with them, or calibrate the database anew by `attncache calibrate`",

@@ -8,7 +8,6 @@ length groups without a search       -> the sequence's own record, or the mean o
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -251,7 +250,9 @@ class SearchEngine(ReuseStrategy):
     ) -> None:
         """Write the nearest records of sentences that Faiss searches, and recognise recorded sequences.
 
-        features: float32 [sequences, dimensions]. A similarity is 1 exactly if the sequence is recorded.
+        features: float32 [sequences, dimensions]. A similarity is 1 exactly if the sequence is recorded. Its
+        tokens tell that: the distance to its own record is rounded, differently in each data type, and Faiss
+        may miss the record.
         """
         records, similarities = found.records[RecordKind.STORED], found.similarities[RecordKind.STORED]
         firsts = list(accumulate((group.count for group in groups), initial=0))
@@ -260,13 +261,18 @@ class SearchEngine(ReuseStrategy):
                 rows = slice(first, first + group.count)
                 records[rows], distances = self.index.nearest(group.length, features[rows])
                 similarities[rows] = 1.0 - distances
-        # The distance of a self-hit is zero except for rounding, which differs between batches.
-        for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
-            number = bisect_right(firsts, row) - 1
-            group = groups[number]
-            ids = batch.ids[group.tokens].view(group.count, -1)[row - firsts[number]].tolist()
-            recorded = segments[group.length].holds_tokens(int(records[row]), ids)
-            similarities[row] = 1.0 if recorded else min(similarities[row], MOST_SIMILAR_OTHER)
+        np.minimum(similarities, MOST_SIMILAR_OTHER, out=similarities)
+        ids = batch.ids.cpu().numpy()
+        for group, first in zip(groups, firsts, strict=False):
+            segment = segments.get(group.length)
+            if segment is None or group.length not in self.index:
+                continue
+            # A build searches the first records of a length, those that it does not hold out.
+            searched, excluded = self.index.size(group.length), self.excluded.get(group.length, ())
+            for row, sequence in enumerate(ids[group.tokens].reshape(group.count, -1), first):
+                record = segment.record_of(sequence)
+                if record is not None and record < searched and record not in excluded:
+                    records[row], similarities[row] = record, 1.0
 
     def _plan_unsearched(
         self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
@@ -348,7 +354,5 @@ def _set_reason(plan: ReusePlan, group: Group, marked: np.ndarray, reason: Outco
     plan.reasons[group.sequences][marked[group.sequences]] = outcome_code(reason)
 
 
-# Below this similarity a record cannot be the sequence's own record, whatever the rounding.
-_SURELY_OTHER = 0.999
 # θ = 1 must admit recorded sequences only, so the similarity of any other record stays below 1.
 MOST_SIMILAR_OTHER = float(np.nextafter(np.float32(1), np.float32(0)))
