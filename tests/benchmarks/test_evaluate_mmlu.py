@@ -105,7 +105,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(decoder, tiny_checkpoint
     assert_one_line(mmlu(decoder, files, "--shots", "2..1"), "shots must be a number")
     assert_one_line(mmlu(decoder, files, "--subjects", "sums,alchemy"), "no subject alchemy")
     assert_one_line(mmlu(write_llama(tmp_path / "other"), files), "one token")
-    assert_one_line(mmlu(tiny_checkpoint.folder, files), "encoder", "label-logits")
+    assert_one_line(mmlu(tiny_checkpoint.folder, files), "attend to later tokens", "label-logits")
 
 
 def test_questions_with_too_long_prompts_are_skipped_and_counted(decoder, files):

@@ -53,12 +53,14 @@ class FakeMapReuse:
     """The policy of the fake engine, kept in `folder` as a real server keeps its own; None: not kept."""
 
     gain = None
-    database = SimpleNamespace(folder="fake.db", manifest=SimpleNamespace(id="fake"))
     search = SimpleNamespace(store=SimpleNamespace(records=0, scrub=lambda _: ()))
 
     def __init__(self, policy, folder):
         self._served = ServedPolicy(folder, policy) if folder else None
         self._policy = self._served.policy if self._served else policy
+        self.database = SimpleNamespace(
+            folder="fake.db", manifest=SimpleNamespace(id="fake"), search=SimpleNamespace(policy=policy)
+        )
 
     @property
     def policy(self):

@@ -82,7 +82,7 @@ def test_inspect_and_verify_take_a_renewed_database(root, tiny_prototypes_databa
     assert succeeded(run("inspect", root, "--json")) == manifest
     printed = succeeded(run("verify", root)).splitlines()
     assert [line.split(":")[0] for line in printed] == ["generation 0", "generation 1"]
-    assert all(line.endswith("records, all sound") for line in printed)
+    assert all(line.endswith("records and prototypes, all sound") for line in printed)
     (root / "current").write_bytes(b"\x00")
     damaged = run("verify", root)
     assert damaged.exit_code == 1
