@@ -84,7 +84,7 @@ class Int4Linear(PackedLinear):
         """columns: see packed_linear. Groups are those of the columns in the checkpoint's order, because
         other groups would be other weights. weight, bias, activation: see PackedLinear.
         """
-        self._columns = columns
+        self._columns = None if columns is None else columns.to(weight.device)
         if columns is not None and _are_whole_groups(columns):
             weight, self._columns = weight[:, columns], None
         super().__init__(weight, bias, activation)
@@ -108,7 +108,7 @@ class Int4Linear(PackedLinear):
             levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
             steps, least = self._steps.float()[..., None].unbind(dim=2)
             unpacked = (levels * steps + least).flatten(1)[:, : self.inputs].to(self._dtype).contiguous()
-        return unpacked if self._columns is None else unpacked[:, self._columns]
+        return unpacked if self._columns is None else unpacked.index_select(1, self._columns)
 
 
 def _are_whole_groups(columns: torch.Tensor) -> bool:

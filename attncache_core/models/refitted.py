@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.models.layer import AttentionLayer, Network
 from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear, quantizing
@@ -54,10 +56,10 @@ def with_last_products(layer: AttentionLayer, products: LastProducts) -> Attenti
     network = half.network
     assert isinstance(network, Network)
     columns = head_rows(layer.order, products.output.weight.shape[1] // layer.heads)
-    output = LinearWeights(products.output.weight[:, columns], products.output.bias)
+    output = _like_linear(layer.output, products.output, columns)
     down = _like_linear(network.down, products.down)
     refitted = replace(half, network=Network(network.up, down, network.activation))
-    return replace(layer, output=_like_linear(layer.output, output), halves=(refitted,))
+    return replace(layer, output=output, halves=(refitted,))
 
 
 def with_refitted(
@@ -99,9 +101,15 @@ def _plain_weights(linear: Linear) -> LinearWeights | None:
     return LinearWeights(linear.weight, linear.bias)
 
 
-def _like_linear(linear: Linear, weights: LinearWeights) -> Linear:
-    """Pack other weights for the same inputs as those of `linear`: same dtype and smoothing."""
+def _like_linear(linear: Linear, weights: LinearWeights, columns: torch.Tensor | None = None) -> Linear:
+    """Pack other weights for the same inputs as those of `linear`: same dtype and smoothing.
+
+    columns: the order of the columns of `weights` in `linear`; None: as they are.
+    """
     assert not isinstance(linear, ActivatedLinear)
     assert weights.bias is not None
     held = linear.weight
-    return packed_linear(weights.weight.to(held), weights.bias.to(held), linear.smoothing)
+    smoothing = linear.smoothing
+    if smoothing is not None and columns is not None:
+        smoothing = smoothing[columns.argsort()]
+    return packed_linear(weights.weight.to(held), weights.bias.to(held), smoothing, columns=columns)

@@ -135,6 +135,8 @@ def test_database_of_decisions_is_built_served_and_renewed_with_the_same_labels(
     assert labelled(database).decisions.labels == labels
     with pytest.raises(DatabaseRefused, match="only with the classifier or labels"):
         loader(tiny_checkpoint.adapted(labels=("card", "help")))(database)
+    with pytest.raises(DatabaseRefused, match="only with the task"):
+        database.require_use(replace(tiny_checkpoint, task="label-logits"))
     manifest, files = database.manifest, database.keep_decisions(None)
     with pytest.raises(DatabaseRefused, match="built by an earlier version"):
         labelled(replace(database, manifest=replace(manifest, files=files)))

@@ -84,6 +84,8 @@ def open_or_build(
     Raises BuildFailed.
     """
     identity = [engine.fingerprint, str(engine.dtype), list(texts), asdict(budget)]
+    if budget.measure is Measure.AGREEMENT:
+        identity.append("with its decisions")  # earlier versions did not keep them
     folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     if not folder.exists():
         decides = budget.measure is Measure.AGREEMENT

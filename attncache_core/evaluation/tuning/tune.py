@@ -257,11 +257,12 @@ class Tuning:
         if way == _EXACT:
             return Kept(timed(self.exact, weight_bytes=self._exact_bytes))
         database = self._database_of(way, of_maps) if way.maps else None
+        built = Built.of(database.generation.root) if database and of_maps else None
         before = tensor_bytes()
         engine = self._load(way, database)
         weight_bytes = tensor_bytes() - before
         measured = timed(Subject(engine, self.measuring.texts), weight_bytes=weight_bytes)
-        return Kept(measured, of_maps, Built.of(database.generation.root) if database and of_maps else None)
+        return Kept(measured, of_maps, built)
 
     def _load(self, way: Way, database: AttentionDatabase | None = None) -> PrefillEngine:
         options = self.options

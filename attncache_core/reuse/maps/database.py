@@ -289,6 +289,8 @@ class AttentionDatabase:
         known = self.manifest.use
         now = use_of(checkpoint, decides="labels" in known)
         other = [name for name, value in known.items() if now[name] != value]
+        if self.decisions is not None and checkpoint.task != "embed":
+            other.append("task")  # the decisions are those of a classifier on embeddings
         if other:
             raise DatabaseRefused(
                 f"database {self.folder} keeps its budget only with the {other[0]} that it was calibrated "
