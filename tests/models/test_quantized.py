@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import layers_output, needs_bfloat16, needs_int8
+from core_models import layers_output, needs_bfloat16, needs_int8, write_sentence_transformer
 from families import CASES, DECODERS, FULL, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 from attncache_core.models.projections import head_rows
 from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
+from attncache_core.models.refitted import last_products, with_last_products
 from attncache_core.native import products, rows
 from attncache_core.text.token_batch import pack
 
@@ -97,6 +98,26 @@ def test_int4_weights_do_not_depend_on_the_order_of_heads(heads, seed):
     plain, ordered = Int4Linear(weight, bias), Int4Linear(weight, bias, None, columns)
     torch.testing.assert_close(ordered.weight, plain.weight[:, columns], atol=0, rtol=0)
     torch.testing.assert_close(ordered(x[:, columns]), plain(x), atol=TOLERANCE, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "quantization", [pytest.param(Quantization.INT8, marks=needs_int8), Quantization.INT4]
+)
+def test_output_projections_do_not_depend_on_the_order_of_heads(tmp_path, quantization):
+    """Neither the layer's own one, nor the one that hits take."""
+    folder = write_sentence_transformer(tmp_path, hidden_size=80, num_attention_heads=4)
+    checkpoint, order = replace(read_checkpoint(folder), quantization=quantization), (2, 1, 3, 0)
+    (plain, *_), (ordered, *_) = (
+        load_model(checkpoint, torch.float32, head_order=[heads] * 3, reused_heads=[0] * 3).layers
+        for heads in (range(4), order)
+    )
+    products, columns = last_products(plain), head_rows(order, 20)
+    with quantizing(quantization):
+        refitted = [with_last_products(layer, products) for layer in (plain, ordered)]
+    for one, other in ((plain, ordered), refitted):
+        torch.testing.assert_close(other.output.weight, one.output.weight[:, columns], atol=0, rtol=0)
+        if one.output.smoothing is not None:
+            assert torch.equal(other.output.smoothing, one.output.smoothing[columns])
 
 
 @settings(max_examples=40)
