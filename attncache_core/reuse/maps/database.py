@@ -289,7 +289,7 @@ class AttentionDatabase:
         known = self.manifest.use
         now = use_of(checkpoint, decides="labels" in known)
         other = [name for name, value in known.items() if now[name] != value]
-        if self.decisions is not None and checkpoint.task != "embed":
+        if checkpoint.task != "embed" and self.decisions is not None:
             other.append("task")  # the decisions are those of a classifier on embeddings
         if other:
             raise DatabaseRefused(
