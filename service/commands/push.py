@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from service.commands.progress import shown_progress
-from service.loading.remote import push as push_database
+from service.loading.pushing import push as push_database
 
 
 @click.command("push")

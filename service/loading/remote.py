@@ -1,11 +1,9 @@
-"""A database in an object store: push it, and let a folder of the cache follow it.
+"""A database in an object store, and a folder of the cache that follows it. `pushing.py` sends databases.
 
     URL/database.json     the pointer: id of the database, and size and SHA-256 of each of its files
     URL/<id>/<SHA-256>    the content of a file
 
-An object is named by its content, so it never changes, and what is there need not be sent again. If the
-pointer names the database already, what is there is read, and what is damaged is sent again. The pointer is
-written last, and only if nobody has written it meanwhile. A server downloads what the pointer names into the
+An object is named by its content, so it never changes. A server downloads what the pointer names into the
 workspace of a folder of the cache, and publishes it there as the next generation, as a renewal does. So
 workers and other servers of the machine find it as they find a renewed database.
 """
@@ -19,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,8 +33,6 @@ from attncache_core import (
     Checkpoint,
     CorruptDatabase,
     DatabaseRefused,
-    InvalidInput,
-    Progress,
 )
 from attncache_core.reuse.maps.default import databases_folder
 from attncache_core.reuse.maps.generations import (
@@ -46,7 +42,7 @@ from attncache_core.reuse.maps.generations import (
     current_generation,
     kept_generations,
 )
-from attncache_core.reuse.maps.integrity import damaged_records, file_digest
+from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.policy_state import Tightened, kept_steps, merge_tightened
 from attncache_core.reuse.maps.publishing import (
@@ -60,9 +56,9 @@ from attncache_core.reuse.maps.publishing import (
     renewing,
     workspace,
 )
-from attncache_core.runtime.files import PRIVATE, HeldByAnother, when_written, write_whole
+from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
 from service.errors import reason_of
-from service.objects import RANGE_BYTES, Changed, ObjectFolder, StoredObject, without_secrets
+from service.objects import RANGE_BYTES, ObjectFolder, without_secrets
 from service.settings import Settings
 from service.state import FetchFailed, Loaded, Pause
 
@@ -74,11 +70,9 @@ SECONDS_BETWEEN_LOOKS = 30.0
 _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 3600.0
 _DOWNLOADS = 4  # at once
 _SHOWN_STEP = 0.1
-# What belongs to a machine: the gain that was measured on it.
-_OF_THE_MACHINE = "gain.json"
 # What servers find out. They write it at any time, so it is read once.
-_FINDINGS = "tightened.json"
-_FILE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+FINDINGS = "tightened.json"
+FILE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ class Pointer:
         digests = [file.sha256 for file in self.files.values()]
         if not all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in digests):
             raise ValueError("a digest is no SHA-256")
-        if not re.fullmatch(r"[0-9a-f]{32}", self.id) or not all(map(_FILE_NAME.fullmatch, self.files)):
+        if not re.fullmatch(r"[0-9a-f]{32}", self.id) or not all(map(FILE_NAME.fullmatch, self.files)):
             raise ValueError("the id or the name of a file is not one of a database")
         if not {"manifest.json", "key"} <= set(self.files):
             raise ValueError("there is no manifest or no key")
@@ -119,131 +113,7 @@ class Pointer:
         return f"{self.id}/{file.sha256}"
 
 
-_POINTER = TypeAdapter(Pointer)
-
-
-def push(root: Path, url: str, progress: Progress) -> str:
-    """Send the database that serves in a folder to a store, and return in one line what was done.
-
-    Raises DatabaseRefused, CorruptDatabase, InvalidInput if somebody else has pushed meanwhile, and OSError.
-    """
-    database = AttentionDatabase.open(root)
-    listed = _listed(database.folder)
-    findings = _read_findings(database.folder)
-    store = ObjectFolder(url, "url", writes=True, mode=PRIVATE)
-    if fault := next(damaged_records(database.search.store), None):
-        raise CorruptDatabase(
-            f"{root} is damaged: {fault}; see attncache verify {root}, and build it again", field="database"
-        )
-    seen = _pointer_object(store)
-    pointer = Pointer(database.manifest.id, _files(database.folder, listed, findings, progress))
-    if _listed(database.folder) != listed:
-        raise OSError(errno.ESTALE, "the database was changed while it was read; push again", str(root))
-    for below in ("", database.manifest.id):
-        store.remove_unfinished(below)
-    content = _POINTER.dump_json(pointer, indent=1)
-    # The pointer names this database, perhaps with other findings.
-    reads = seen is not None and pointer.id.encode() in seen[0]
-    sent = _send(store, database.folder, pointer, findings, progress, reads=reads)
-    if not sent and seen is not None and seen[0] == content:
-        return f"{store.url} holds this database already"
-    try:
-        store.put_if(POINTER, content, seen[1] if seen else None)
-    except Changed as changed:
-        # The store may have got the pointer although its answer was lost.
-        if (found := _pointer_object(store)) is None or found[0] != content:
-            raise InvalidInput(
-                f"somebody else has pushed to {store.url} meanwhile, and their database serves; push again "
-                "if this one should serve instead",
-                field="url",
-            ) from changed
-    return f"{store.url}: {sent} of {len(pointer.files)} files sent, {pointer.bytes:,} bytes in all"
-
-
-def _listed(folder: Path) -> dict[Path, tuple[int, int, int] | None]:
-    """Return the files that belong together, in order, each with what differs once it is written anew."""
-    paths = sorted(
-        path
-        for pattern in ("*", "index/*", "maps/*", "decisions*/*")
-        for path in folder.glob(pattern)
-        if path.is_file()
-        and _FILE_NAME.fullmatch(name := str(path.relative_to(folder)))
-        # Generation 0 shares its folder with these.
-        and name not in (_OF_THE_MACHINE, _FINDINGS, "current", "renewals.jsonl")
-    )
-    return {path: when_written(path) for path in paths}
-
-
-def _read_findings(folder: Path) -> bytes | None:
-    try:
-        return (folder / _FINDINGS).read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _files(
-    folder: Path, paths: Collection[Path], findings: bytes | None, progress: Progress
-) -> dict[str, PushedFile]:
-    files = {}
-    for done, path in enumerate(paths, 1):
-        files[str(path.relative_to(folder))] = PushedFile(path.stat().st_size, file_digest(path))
-        progress("reading files", done, len(paths))
-    if findings is not None:
-        files[_FINDINGS] = PushedFile(len(findings), hashlib.sha256(findings).hexdigest())
-    return files
-
-
-def _send(
-    store: ObjectFolder,
-    folder: Path,
-    pointer: Pointer,
-    findings: bytes | None,
-    progress: Progress,
-    *,
-    reads: bool,
-) -> int:
-    """Send the files that are not there. Returns their number. reads: compare bytes, and not only sizes."""
-    there = {stored.name: stored.bytes for stored in store.list(pointer.id)}
-    missing = []
-    for done, (name, file) in enumerate(pointer.files.items(), 1):
-        stored = pointer.object_name(file)
-        if there.get(stored) != file.bytes or (reads and not _holds(store, stored, file)):
-            missing.append(name)
-        progress("checking objects", done, len(pointer.files))
-    for done, name in enumerate(missing, 1):
-        file = pointer.files[name]
-        parts: Iterable[bytes]
-        parts = [findings] if name == _FINDINGS and findings is not None else _unchanged(folder / name, file)
-        # A small file is one request, and parts are three or more.
-        store.put(pointer.object_name(file), b"".join(parts) if file.bytes <= RANGE_BYTES else parts)
-        progress("sending files", done, len(missing))
-    return len(missing)
-
-
-def _holds(store: ObjectFolder, name: str, file: PushedFile) -> bool:
-    """Return whether an object has the content of a file of the same size."""
-    digest = hashlib.sha256()
-    for start in range(0, file.bytes, RANGE_BYTES):
-        digest.update(store.read_range(name, start, min(RANGE_BYTES, file.bytes - start)))
-    return digest.hexdigest() == file.sha256
-
-
-def _unchanged(path: Path, file: PushedFile) -> Iterator[bytes]:
-    """Yield the parts of a file. Raises OSError, before the object is complete, if it has changed."""
-    digest = hashlib.sha256()
-    with path.open("rb") as opened:
-        while part := opened.read(RANGE_BYTES):
-            digest.update(part)
-            yield part
-    if digest.hexdigest() != file.sha256:
-        raise OSError(errno.ESTALE, "the file was changed while it was sent; push again", str(path))
-
-
-def _pointer_object(store: ObjectFolder) -> tuple[bytes, StoredObject] | None:
-    try:
-        return store.read(POINTER)
-    except FileNotFoundError:
-        return None
+POINTER_CONTENT = TypeAdapter(Pointer)
 
 
 class RemoteDatabase:
@@ -291,7 +161,7 @@ class RemoteDatabase:
     def _pointer(self) -> Pointer:
         content, about = self._store.read(POINTER)
         try:
-            return _POINTER.validate_json(content)
+            return POINTER_CONTENT.validate_json(content)
         except ValidationError as error:
             raise CorruptDatabase(
                 f"{self._store.url_of(about.name)} is no pointer of attncache push", field="database"
@@ -318,17 +188,17 @@ class RemoteDatabase:
 
     def _tighten(self, kept: Generation, pointer: Pointer) -> None:
         """Make the policy of a kept generation as tight as the findings that were pushed say."""
-        if _FINDINGS in pointer.files:
+        if FINDINGS in pointer.files:
             clear_workspace(self.root)
             pushed = building_folder(self.root)
-            self._file(pointer, _FINDINGS, pushed)
+            self._file(pointer, FINDINGS, pushed)
             policy = Manifest.read(kept.folder).policy
             steps = kept_steps(pushed, policy)
             merge_tightened(kept.folder, policy, Tightened(steps), _LONGEST_WAIT_SECONDS)
 
     def _downloaded(self, pointer: Pointer) -> Iterator[str]:
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        inputs = hashlib.sha256(_POINTER.dump_json(pointer)).hexdigest().encode()
+        inputs = hashlib.sha256(POINTER_CONTENT.dump_json(pointer)).hexdigest().encode()
         with renewing(self.root, begins=True, inputs=inputs):
             if self._serves(pointer):
                 return

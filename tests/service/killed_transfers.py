@@ -6,7 +6,7 @@ import signal
 from service import objects
 from service.bulk import chunks, spool
 from service.cli import main
-from service.loading import remote
+from service.loading import pushing, remote
 
 
 def kill_at_call(kind, name, calls):
@@ -24,7 +24,7 @@ def kill_at_call(kind, name, calls):
 
 def push_until_killed(root, url, files):
     kill_at_call(objects.ObjectFolder, "put", files)
-    remote.push(root, url, lambda *_: None)
+    pushing.push(root, url, lambda *_: None)
 
 
 def download_until_killed(url, cache, checkpoint, ranges):

@@ -26,9 +26,10 @@ from attncache_core.reuse.maps.generations import (
 )
 from attncache_core.reuse.maps.policy import Budget, Steps
 from attncache_core.reuse.maps.policy_state import Tightened, kept_steps, merge_tightened
+from service.loading import pushing
 from service.loading import remote as remote_module
 from service.loading.engines import load_engines
-from service.loading.remote import POINTER, RemoteDatabase, push, with_remote_database
+from service.loading.remote import POINTER, RemoteDatabase, with_remote_database
 from service.loading.renewals import with_renewals
 from service.objects import ObjectFolder
 from service.settings.reading import read_settings
@@ -49,7 +50,7 @@ def other(tiny_prototypes_database, tmp_path):
 
 
 def pushed(root, url):
-    return push(root, url, lambda *_: None)
+    return pushing.push(root, url, lambda *_: None)
 
 
 def followed(url, tmp_path, checkpoint):
@@ -111,7 +112,7 @@ def test_push_of_the_same_database_sends_missing_and_damaged_objects_again(store
     pushed(root, store.s3 % "a")
     whole = dict(store.objects)
     missing, damaged = sorted(whole, key=lambda name: len(whole[name]))[-2:]
-    monkeypatch.setattr(remote_module, "RANGE_BYTES", len(whole[damaged]) // 3)
+    monkeypatch.setattr(pushing, "RANGE_BYTES", len(whole[damaged]) // 3)
     for findings, sent in ((None, "2 of"), (b"{}", "3 of")):
         store.objects[damaged] = b"x" * len(whole[damaged])
         del store.objects[missing]
@@ -138,7 +139,7 @@ def test_push_that_is_killed_leaves_the_present_database_and_goes_on(root, other
 def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_path, monkeypatch):
     url = (tmp_path / "store").as_uri()
 
-    def digest(path, real=remote_module.file_digest):
+    def digest(path, real=pushing.file_digest):
         found = real(path)
         if path.name == "manifest.json":
             (root / changed).write_bytes((root / changed).read_bytes() + more)
@@ -146,7 +147,7 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
 
     (root / "tightened.json").write_bytes(b"{}")
     with monkeypatch.context() as patched:
-        patched.setattr(remote_module, "file_digest", digest)
+        patched.setattr(pushing, "file_digest", digest)
         changed, more = "projector.safetensors", b""
         with pytest.raises(OSError, match="changed while it was read; push"):
             pushed(root, url)
@@ -215,14 +216,14 @@ def test_of_two_pushes_at_once_one_wins_as_a_whole(
     scheme, store, root, other, tmp_path, tiny_checkpoint, monkeypatch
 ):
     url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
-    meet, send = threading.Barrier(2), remote_module._send
+    meet, send = threading.Barrier(2), pushing._send
 
     def send_together(*arguments, **options):
         sent = send(*arguments, **options)
         meet.wait(30)  # both have seen the same pointer, and written nothing of it yet
         return sent
 
-    monkeypatch.setattr(remote_module, "_send", send_together)
+    monkeypatch.setattr(pushing, "_send", send_together)
     outcomes = {}
 
     def attempt(folder):
