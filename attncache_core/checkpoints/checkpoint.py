@@ -132,8 +132,10 @@ class Checkpoint:
         if self.quantization:
             variant["quantization"] = self.quantization
         if self.quantization is Quantization.INT8:
-            texts = json.dumps(self.calibration_texts).encode()
-            variant["quantization_texts"] = hashlib.sha256(texts).hexdigest()[:16]
+            # The template is around the calibration texts, so other maxima are read in another template.
+            template = self.template
+            texts = [template.around(template.sample(text)) for text in self.calibration_texts]
+            variant["quantization_texts"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
         return variant
 
     @property
@@ -308,7 +310,8 @@ class Checkpoint:
         """Return the SHA-256 of everything that decides the attention maps, in hexadecimal.
 
         Architecture, weights, tokenizer files, variant and the mends of AttnCache decide the maps. Compute
-        dtype, pooling and template do not change the maps of given tokens. Every weight file is read once per
+        dtype and pooling do not change the maps of given tokens, and the template only changes the weights of
+        int8, which are calibrated in the template. Every weight file is read once per
         process, and again if it changes.
         """
         digest = hashlib.sha256()

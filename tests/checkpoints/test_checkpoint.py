@@ -311,6 +311,14 @@ def test_fingerprint_of_int8_alone_changes_with_the_texts_it_is_calibrated_with(
             assert len(set(map(fingerprint, checkpoints))) == expected
 
 
+def test_fingerprint_of_int8_alone_changes_with_the_template_around_its_calibration_texts(tiny_checkpoint):
+    templates = [Template(), Template("query: "), Template("", "!"), Template("", "", " or "), Template("q ")]
+    for kind in (None, *Quantization):
+        checkpoint = replace(tiny_checkpoint, quantization=kind, quantization_texts=("a card", "b"))
+        found = {replace(checkpoint, template=template).fingerprint() for template in templates}
+        assert len(found) == (len(templates) if kind is Quantization.INT8 else 1)
+
+
 def test_corpus_is_read_for_the_fingerprint_of_int8_only(tiny_checkpoint, monkeypatch):
     asked = []
     monkeypatch.setattr(checkpoint_module, "_default_texts", lambda: asked.append(True) or ("text",))
