@@ -53,6 +53,7 @@ def load_parts(
             field="model",
         )
     keep_freed_memory()
+    named = checkpoint.use_fingerprint()
     tokenizer = TextTokenizer(checkpoint, max_tokens)
     compute_dtype = resolve_dtype(dtype, device)
     mask = strategy.mask if strategy else None
@@ -67,6 +68,12 @@ def load_parts(
     if isinstance(strategy, MapReuse) and strategy.database.refitted:
         model = _with_refitted(model, strategy.database, checkpoint)
     return_freed_memory()
+    # What is stored, or compared with a database, is named by the fingerprint of these weights.
+    if checkpoint.use_fingerprint() != named:
+        raise UnsupportedModel(
+            f"the files of model {checkpoint.name} were changed while they were read; load the model again",
+            field="model",
+        )
     opened, off = None, SWITCHED_OFF
     if key_values:
         try:

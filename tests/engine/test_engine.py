@@ -20,6 +20,7 @@ from families import CASES, write_family
 
 from attncache_core import native
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.errors import CorruptDatabase, InvalidInput, NoClassifier, UnsupportedModel
@@ -122,6 +123,22 @@ def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, me
     write_json(folder / "config.json", config | {"id2label": names, "num_labels": 3})
     with pytest.raises(UnsupportedModel, match=message):
         PrefillEngine.load(read_checkpoint(folder))
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
+def test_model_whose_files_change_while_they_are_read_is_refused(tmp_path, monkeypatch, path):
+    checkpoint = read_checkpoint(write_model(tmp_path))
+
+    def changed_behind(*arguments, real=loading.load_model, **options):
+        model = real(*arguments, **options)
+        (tmp_path / path).write_bytes((tmp_path / path).read_bytes() + b" ")
+        return model
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "load_model", changed_behind)
+        with pytest.raises(UnsupportedModel, match="changed while they were read") as refused:
+            PrefillEngine.load(checkpoint)
+    assert refused.value.field == "model"
 
 
 def test_encoder_without_a_classifier_has_no_classes_and_a_classifier_no_embeddings(tiny_engine, classifier):
