@@ -7,6 +7,7 @@ nothing that a client sends can become a label.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -84,6 +85,8 @@ _GAUGES = ("gauge_livesum", "gauge_livemin", "gauge_livemax", "gauge_livemostrec
 _FILE_BYTES = {"counter": 2**21, **dict.fromkeys(("histogram", *_GAUGES), 2**19)}
 # Each worker has a tier in memory, and all workers share the tier on disk.
 _SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
+# The value of a gauge whose labels are of a database that served before: less than that of any other worker.
+_GONE = -math.inf
 # Read from the folder of the database, which all workers share.
 _RENEWALS = "attncache_renewals"
 
@@ -313,12 +316,16 @@ class Metrics:
             return
         for gauge, function in list(self._functions.items()):
             gauge.set(function())
+        gone = dict(self._published)
         for family in self._engine.collect():
             for name, labels, value, *_ in family.samples:
+                gone.pop((name, *labels.values()), None)
                 is_shared = family.name in _SHARED_TIERS and labels["tier"] == "disk"
                 is_shared |= family.name == _RENEWALS
                 published, before = self._value(family, name, labels)
                 published.set(0 if is_shared and not first else before + value)
+        for published, _ in gone.values():
+            published.set(_GONE)
 
     def render(self, names: Iterable[str] = ()) -> bytes:
         """Return metrics in Prometheus' text format. names: of time series; none: all metrics."""
@@ -418,7 +425,9 @@ class _Chosen(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._collector.collect():
             metric.samples = [
-                sample for sample in metric.samples if not self._names or sample.name in self._names
+                sample
+                for sample in metric.samples
+                if sample.value != _GONE and (not self._names or sample.name in self._names)
             ]
             if metric.samples:
                 yield metric

@@ -12,6 +12,7 @@ from running import samples
 from attncache_core import AttnCacheError, errors
 from service import errors as service_errors
 from service.errors import QueueFull
+from service.observability.engine_numbers import _of_length_groups
 from service.observability.metrics import STATUSES, Metrics, count_for_all_workers
 from service.upkeep.group import Group, Worker
 
@@ -153,3 +154,25 @@ async def test_routes_beside_inference_are_counted_by_their_paths_without_names_
     assert values["attncache_requests_total", "/v1/models/{model}", "404"] == 1
     assert values["attncache_request_seconds_count", "other"] == 0
     assert "Sesam" not in text
+
+
+def groups_shown_by_worker(folder, number, databases):
+    """Return the length groups that all workers show whenever this worker has changed the database."""
+    count_for_all_workers(folder, number)
+    metrics, shown = Metrics(), []
+    for groups in databases:
+        infos = [SimpleNamespace(lengths=lengths, threshold={}, reuses=False) for lengths in groups]
+        metrics._engine = SimpleNamespace(collect=lambda infos=infos: _of_length_groups(infos))
+        metrics.publish(first=number == 0)
+        shown.append(sorted(re.findall(r'reuse_off\{lengths="(.*)"\} 1', metrics.render().decode())))
+    return shown
+
+
+def test_workers_show_no_length_groups_of_a_database_that_served_before(tmp_path):
+    before, after = ["1-8"], ["1-4", "5-8"]
+    assert forked(groups_shown_by_worker, tmp_path, 0, [before, after])() == [before, after]
+    # What one worker shows no more is shown while another worker has it.
+    assert forked(groups_shown_by_worker, tmp_path, 1, [before, after])() == [
+        sorted([*before, *after]),
+        after,
+    ]
