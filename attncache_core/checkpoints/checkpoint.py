@@ -343,9 +343,10 @@ class Checkpoint:
     def use_fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides the answer to a text, in hexadecimal.
 
-        The embedding fingerprint, named prompts, task and labels decide the answer.
+        The embedding fingerprint, named prompts, task, labels and the length of embeddings decide the answer.
         """
         parts = [self.embedding_fingerprint(), sorted(self.prompts.items()), self.task, self.labels]
+        parts += ["no unit length"] if self.task == "embed" and not self.normalize else []
         parts += [] if self.activation == "sigmoid" else [self.activation]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -319,6 +319,13 @@ def test_fingerprint_of_int8_alone_changes_with_the_template_around_its_calibrat
         assert len(found) == (len(templates) if kind is Quantization.INT8 else 1)
 
 
+def test_fingerprint_of_the_use_changes_with_the_length_of_embeddings(tiny_checkpoint):
+    checkpoints = [replace(tiny_checkpoint, normalize=unit_length) for unit_length in (True, False)]
+    assert len({checkpoint.use_fingerprint() for checkpoint in checkpoints}) == 2
+    # Classifiers bring embeddings to unit length themselves.
+    assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 1
+
+
 def test_corpus_is_read_for_the_fingerprint_of_int8_only(tiny_checkpoint, monkeypatch):
     asked = []
     monkeypatch.setattr(checkpoint_module, "_default_texts", lambda: asked.append(True) or ("text",))
