@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
+from zlib import crc32
 
 import orjson
 
@@ -29,6 +30,7 @@ _SINKS = 4
 _KEPT_SHARE = 0.5
 # The requests of so many turns are remembered. A request comes again within seconds, or never.
 _REMEMBERED = 8
+_CHECKSUM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class History:
 
         vocabulary: number of token ids that there are; None: ids are not checked.
         """
-        header, _, ids = content.partition(b"\n")
+        header, _, ids = content[_CHECKSUM_BYTES:].partition(b"\n")
         try:
             lengths, sinks, dropped, namespace, requests, begun = orjson.loads(header)
             tokens = array("i", ids)
@@ -68,11 +70,12 @@ class History:
         return history
 
     def written(self) -> bytes:
-        """Return the history as bytes: a line of JSON, and the token ids of all turns."""
+        """Return the history as bytes: CRC-32 of the rest, a line of JSON, and the token ids of all turns."""
         namespace = None if self.namespace is None else self.namespace.hex()
         lengths = [*map(len, self.turns)]
         header = [lengths, self.sinks, self.dropped, namespace, self.requests, self.begun]
-        return b"\n".join((orjson.dumps(header), b"".join(turn.tobytes() for turn in self.turns)))
+        content = b"\n".join((orjson.dumps(header), b"".join(turn.tobytes() for turn in self.turns)))
+        return b"%08x" % crc32(content) + content
 
     @property
     def tokens(self) -> int:
@@ -186,6 +189,9 @@ class Conversation:
         if before is not None and self.field == "transcript" and before.turns != tuple(turns):
             before = None
         whole = before or self._followed(turns, frame.room)
+        if self._overflow == "refuse":
+            # A cut is of a server with another overflow.
+            whole = replace(whole, sinks=0, dropped=0)
         following, kept = whole, whole.kept()
         if max(len(kept), len(turns[-1])) > frame.room:
             self._require_cutting(len(turns[-1]), frame.room)

@@ -14,7 +14,7 @@ from queueing import until_waiting
 from raw_http import request_and_leave
 from running import Clock, until
 
-from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
+from attncache_core import InputTooLong, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.reuse.kv.capacity import DistinctSessions
@@ -383,6 +383,14 @@ async def test_server_that_does_not_truncate_uses_no_truncated_keys_and_values(w
     prompt = engine.tokenizer.default_prompt
     (made,) = conversation.tokenize(engine, prompt, b"", 1000)
     assert (made.salt, conversation.approximate, conversation.following.namespace) == (b"", False, None)
+
+
+def test_server_that_refuses_long_conversations_refuses_one_that_another_server_has_cut():
+    cut = History((array("i", [97] * 40), array("i", [98] * 40)), sinks=4, dropped=40)
+    conversation = Conversation(cut, ["cc"], "append", truncate=False, overflow="refuse")
+    engine = TruncatingEngine()
+    with pytest.raises(InputTooLong, match="the conversation has more than"):
+        next(conversation.tokenize(engine, engine.tokenizer.default_prompt, b"", 1000))
 
 
 def test_edit_of_what_was_cut_undoes_the_cut_also_of_a_history_that_is_still_too_long():

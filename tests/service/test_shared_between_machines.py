@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ async def test_history_that_cannot_be_read_is_unknown_and_a_transcript_replaces_
         await turn(server, transcript="a")
         (name,) = [name for name in valkey.ask("KEYS", "*") if b"session" in name]
         for header in bad:
-            valkey.ask("SET", name, header + b"\n\1\0\0\0")
+            content = header + b"\n\1\0\0\0"
+            valkey.ask("SET", name, b"%08x" % crc32(content) + content)
             assert (await turn(server, append="b")).status_code == 404, header
             assert_is_about(await turn(server, transcript="b"), "b")
             assert_is_about(await turn(server, append="c"), "bc")

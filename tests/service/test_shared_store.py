@@ -205,11 +205,19 @@ async def test_file_stays_within_its_bounds_also_if_few_large_values_fill_it(tmp
     turns=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1))),
     namespace=st.none() | st.binary(),
     cut=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    damaged=st.integers(0),
 )
-def test_history_is_the_same_after_it_was_stored_if_its_cut_is_inside(turns, namespace, cut):
+def test_history_is_the_same_after_it_was_stored_if_its_cut_is_inside_and_no_bit_differs(
+    turns, namespace, cut, damaged
+):
     history = History(tuple(array("i", turn) for turn in turns), *cut, namespace)
     if sum(cut) <= history.tokens:
-        assert History.read(history.written()) == history
+        written = bytearray(history.written())
+        assert History.read(bytes(written)) == history
+        damaged %= 8 * len(written)
+        written[damaged // 8] ^= 1 << damaged % 8
+        with pytest.raises(ValueError):  # noqa: PT011 - also of orjson and array
+            History.read(bytes(written))
     else:
         with pytest.raises(ValueError, match="no history"):
             History.read(history.written())
