@@ -254,12 +254,14 @@ class PrefillEngine:
         """Return the token ids of each text in a prompt; None: the checkpoint's template. Thread safe.
 
         A text may be a pair (text, text). Raises InputTooLong if a text is too long and `truncate` is False,
-        or if all texts together have more than `max_total_tokens` tokens, and InvalidInput; see
-        TextTokenizer.tokenize.
+        or if all texts together have more than `max_total_tokens` tokens, and InvalidInput as
+        TextTokenizer.tokenize and `require_known` do.
         """
-        return self.tokenizer.tokenize(
+        sequences = self.tokenizer.tokenize(
             texts, truncate=truncate, prompt=prompt, max_total_tokens=max_total_tokens
         )
+        self.require_known(sequences, plans=len((prompt or self.tokenizer.default_prompt).sequence_plans))
+        return sequences
 
     def embed(
         self,

@@ -5,6 +5,7 @@ A score is a fraction: a Spearman correlation, an accuracy, or the agreement wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,9 +60,16 @@ def label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
     """
     distinct = set(labels)
     are_numbers = all(each.isdecimal() and int(each) < len(known) for each in distinct)
-    if not are_numbers or any(name.isdecimal() for name in known):
+    if not are_numbers or any(map(_is_number, known)):
         return list(labels)
     return [known[int(label)] for label in labels]
+
+
+def _is_number(name: str) -> bool:
+    try:
+        return math.isfinite(float(name))
+    except ValueError:
+        return False
 
 
 def require_known(labels: Sequence[str], known: Sequence[str], field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -96,7 +97,7 @@ def require_writable(path: Path, option: str) -> None:
     if path.is_dir():
         raise InvalidInput(f"{option} {path} is a folder; name a file", field=field)
     for other, named in _named_paths():
-        if other != option and path.exists() and named.exists() and path.samefile(named):
+        if other != option and os.path.exists(path) and os.path.exists(named) and path.samefile(named):
             raise InvalidInput(
                 f"{option} would overwrite {path}, which {other} names; choose another file", field=field
             )

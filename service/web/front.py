@@ -127,8 +127,9 @@ class Front(FastAPI):
             await self._route(call.scope)(call.scope, call.receive, send_noting_status)
             return
         except AttnCacheError as error:
-            # The traceback holds this frame, which holds the error.
+            # The traceback, and that of the error's cause, hold this frame, which holds the error.
             failure, headers = error.with_traceback(None), headers_of(error)
+            failure.__context__ = None
         except HTTPException as error:
             failure = _from_router(error)
             headers = {**(error.headers or {}), **headers_of(failure)}

@@ -108,6 +108,7 @@ def test_numbers_stand_for_names_only_if_no_name_is_a_number(labels, names):
     assert label_names(labels, ["alpha", "beta"]) == names
     assert label_names(["4", "0"], ["1", "2", "3", "4", "5"]) == ["4", "0"]
     assert label_names(["0", "0"], ["1", "2", "3"]) == ["0", "0"]
+    assert label_names(["1", "0"], ["1.0", "2.0"]) == label_names(["1", "0"], ["+1", "-1"]) == ["1", "0"]
 
 
 def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_model(tiny_engine):

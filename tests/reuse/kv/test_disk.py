@@ -464,11 +464,11 @@ def test_full_tier_evicts_a_twentieth_at_once(folder):
 
 
 def test_full_tier_rarely_scans_the_folder(folder, monkeypatch):
-    scans, listdir = [], os.listdir
+    scans, iterdir = [], Path.iterdir
     everything = {block(number).key for number in range(1000)}
     protected = set()
     tier = DiskTier(folder, SIZES, limit(40), protected=lambda: protected)
-    monkeypatch.setattr(os, "listdir", lambda path: scans.append(path) or listdir(path))
+    monkeypatch.setattr(Path, "iterdir", lambda path: scans.append(path) or iterdir(path))
     for number in range(160):
         tier.write(block(number), content(number))
     assert len(scans) in (3, 4)
