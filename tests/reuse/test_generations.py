@@ -122,6 +122,26 @@ def test_rollback_goes_back_once_and_the_next_generation_has_a_new_number(root, 
     ]
 
 
+@pytest.mark.parametrize(("published", "remain"), [(1, [0, 1]), (2, [1, 2])])
+def test_rollback_from_a_generation_that_is_not_there_keeps_the_one_before(
+    root, tiny_prototypes_database, published, remain
+):
+    for _ in range(published):
+        renew(root, tiny_prototypes_database)
+    (root / "current").write_text("9\n")
+    assert roll_back(root).generation == published
+    assert (number_of(root), kept(root)) == (published, remain)
+    assert roll_back(root).generation == published - 1
+
+
+def test_error_for_a_renewed_database_without_current_says_what_to_write(root, tiny_prototypes_database):
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    (root / "current").unlink()
+    with pytest.raises(DatabaseRefused, match=r"current is missing; write the number .* such as 2"):
+        AttentionDatabase.open(root)
+
+
 def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_prototypes_database, monkeypatch):
     for _ in range(2):
         renew(root, tiny_prototypes_database)

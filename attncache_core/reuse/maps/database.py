@@ -51,6 +51,7 @@ from attncache_core.reuse.maps.generations import (
     current_path,
     kept_generations,
     read_renewals,
+    require_database,
     require_there,
     structural_faults,
 )
@@ -124,6 +125,7 @@ class AttentionDatabase:
             generation = current_generation(folder)
             written = when_written(generation.folder / "manifest.json")
             try:
+                require_database(folder)
                 require_there(generation)
                 return cls.open_generation(generation, threshold=threshold, heads=heads)
             except DatabaseRefused as error:

@@ -127,6 +127,12 @@ def current_generation(root: Path) -> Generation:
 def require_database(root: Path) -> None:
     """Raise DatabaseRefused if the folder holds no database, neither a plain nor a renewed one."""
     if not (current_path(root).is_file() or Generation(root, 0).exists):
+        if kept := kept_generations(root):
+            raise DatabaseRefused(
+                f"{current_path(root)} is missing; write the number of a folder in "
+                f"{generations_folder(root)}, such as {kept[-1].number}, and a line break into it",
+                field="database",
+            )
         raise DatabaseRefused(f"there is no database in {root}: no manifest.json", field="database")
 
 

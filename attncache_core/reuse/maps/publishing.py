@@ -224,11 +224,15 @@ def _switch(root: Path, renewal: Renewal) -> None:
     chosen, built = Generation(root, renewal.generation), workspace(root) / f"{renewal.generation:06}"
     if not chosen.exists and not built.is_dir():
         return  # somebody removed the generation by hand
-    for generation in kept_generations(root):
-        if generation.number not in (0, renewal.before, renewal.generation):
+    others = [kept for kept in kept_generations(root) if kept != chosen]
+    before = Generation(root, renewal.before)
+    if before not in others and others:
+        before = others[-1]  # `current` named a generation that is not there
+    for generation in others:
+        if generation.number not in (0, before.number):
             generation.folder.rename(workspace(root) / f"removed-{generation.number:06}")
             (generations_folder(root) / f".{generation.number:06}.lock").unlink(missing_ok=True)
-    if 0 not in (renewal.before, renewal.generation):
+    if 0 not in (before.number, chosen.number):
         _move_plain_database(root, workspace(root) / "removed-000000")
     if not chosen.exists:
         generations_folder(root).mkdir(mode=PRIVATE, exist_ok=True)
