@@ -114,7 +114,7 @@ class Texts:
                 if start and isinstance(error, InputTooLong) and error.field in ("inputs", "labels"):
                     # The error names what was left for this part.
                     raise too_many(max_total_tokens + 1, max_total_tokens, error.field) from error
-                rename(error, _moved(error.field, start))
+                rename(error, moved(error.field, start))
                 raise
             left -= sum(map(len, sequences))
             yield Tokenized(sequences, salt)
@@ -239,6 +239,6 @@ def bare_prompt(engine: PrefillEngine) -> Prompt:
     return Prompt(Template(), (SequencePlan(0),))
 
 
-def _moved(field: str | None, start: int) -> str | None:
+def moved(field: str | None, start: int) -> str | None:
     """Return the field of a text among all texts, from its field among texts[start:]."""
     return field and re.sub(r"(?<=^inputs\[)\d+(?=\]$)", lambda index: str(int(index[0]) + start), field)

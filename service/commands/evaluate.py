@@ -46,7 +46,9 @@ def evaluate() -> None:
 )
 def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) -> None:
     """Measure semantic textual similarity: Spearman's correlation over all pairs of each file."""
-    first, _, second = columns.partition(",")
+    if columns.count(",") != 1:
+        raise InvalidInput("--columns must be two names, separated by a comma", field="columns")
+    first, second = columns.split(",")
     rated = {}
     for path in data:
         # Files with the same name in different folders are different sets.
@@ -86,6 +88,12 @@ def classification(
     evaluation = Evaluation(Request(**options), classifier)
     fitted_on: set[tuple[int, ...]] = set()
     if train:
+        if evaluation.full.decisions.labels or evaluation.full.decisions.label_tokens:
+            raise InvalidInput(
+                "--train fits a classifier on embeddings, and the model has classes or labels of its own; "
+                "leave out --train",
+                field="train",
+            )
         fitted_on = set(map(tuple, evaluation.fit(*read_labelled(train, text_column, label_column))))
     read = multi_token_labels(evaluation.full)
     known = read.labels if read else evaluation.full.decisions.labels

@@ -12,8 +12,10 @@ from attncache_core.checkpoints.checkpoint import Dtype
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.corpus.tables import FORMATS
 from attncache_core.heads.classifier import require_labels
+from service.batching.sources import moved
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
+from service.errors import rename
 
 _BATCH = 64
 
@@ -45,7 +47,7 @@ def fit(
     output: Path,
 ) -> None:
     """Fit a linear classifier on the full model's embeddings. To serve it, use `serve --classifier`."""
-    if output.exists() and not _was_stopped(output):
+    if output.is_symlink() or (output.exists() and not _was_stopped(output)):
         raise InvalidInput(f"{output} exists; remove it or choose another name", field="output")
     if output.parent.exists() and not output.parent.is_dir():
         raise InvalidInput(f"{output.parent} is a file; choose another --output", field="output")
@@ -59,6 +61,11 @@ def fit(
                 embeddings.extend(engine.embed(texts[first : first + _BATCH]))
             except NotFinite as error:
                 raise NotFinite.of(first + error.index, "data") from error
+            except InvalidInput as error:
+                rename(error, (moved(error.field, first) or "data").replace("inputs", "data", 1))
+                raise
+            # If this fails, it fails before the other texts are embedded.
+            output.mkdir(parents=True, exist_ok=True)
             progress("embedding texts", min(first + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
         np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
