@@ -252,6 +252,8 @@ class ServiceState:
                 verifier = self._verifier(loaded)
                 # Computed in this thread, because the fingerprint reads all weight files.
                 fingerprint = loaded.fingerprint[:12]
+                if self.group is not None:
+                    self.group.worker.require_model(loaded.fingerprint)
                 seconds = time.perf_counter() - started
                 database = " with a database" if loaded.map_reuse else ""
                 logger.info("loaded model %s%s, %.1f s after the start", fingerprint, database, seconds)

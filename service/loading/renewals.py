@@ -123,7 +123,10 @@ def _look(database: AttentionDatabase) -> Generation | str:
 def _of_current_generation(
     engine: PrefillEngine, served: AttentionDatabase, settings: Settings, checkpoint: Checkpoint
 ) -> PrefillEngine:
-    """Return an engine for the generation that is current. Raises DatabaseRefused, and OSError."""
+    """Return an engine for the generation that is current. Raises DatabaseRefused, and OSError.
+
+    The model and its classifier stay the same.
+    """
     opened = AttentionDatabase.open(served.generation.root, threshold=settings.threshold)
     if engine.shares_model_with(opened):
         replacement = engine.with_database(opened)
@@ -135,7 +138,14 @@ def _of_current_generation(
             "it reuses other heads, and this server stores keys and values; restart the server",
             field="database",
         )
-    return load_engine(settings, checkpoint)
+    replacement = load_engine(settings, checkpoint)
+    if replacement.fingerprint != engine.fingerprint:
+        raise DatabaseRefused(
+            "the files of the model or of the classifier were changed since the start; put them back, or "
+            "restart the server",
+            field="database",
+        )
+    return replacement
 
 
 def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:

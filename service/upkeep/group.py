@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from service.errors import StoreUnavailable, log_failure
+from service.errors import InvalidSettings, StoreUnavailable, log_failure
 from service.observability.metrics import Metrics
 from service.store import SqliteStore, Store
 from service.upkeep.verifying import LaterVerifier
@@ -69,6 +69,22 @@ class Worker:
     def ready(self) -> Path:
         """The file that exists once this worker, or one before it in its place, has been ready."""
         return self.folder / f"ready-{self.number}"
+
+    def require_model(self, fingerprint: str) -> None:
+        """Raise InvalidSettings unless the first worker, which loads before the others, has loaded this model.
+
+        The files of a model or a classifier may change before a worker is started again.
+        """
+        path = self.folder / "model"
+        try:
+            with path.open("x", encoding="ascii") as file:
+                file.write(fingerprint)
+        except FileExistsError:
+            if path.read_text(encoding="ascii") != fingerprint:
+                raise InvalidSettings(
+                    "the files of the model or of the classifier are not those that the other workers have "
+                    "loaded; put them back, or restart the server"
+                ) from None
 
     def all_have_been_ready(self) -> bool:
         """Return whether every worker has been ready once."""

@@ -22,7 +22,14 @@ from following import following, publish
 from following import serving as serving_database
 from running import until, until_metric
 
-from attncache_core import AttentionDatabase, BuildOptions, MachineBusy, PrefillEngine, build_database
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    MachineBusy,
+    PrefillEngine,
+    build_database,
+    fit_classifier,
+)
 from attncache_core.heads.comparator import Measure
 from attncache_core.native import memory
 from attncache_core.reuse.maps.map_reuse import MapReuse
@@ -135,6 +142,26 @@ async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_
     assert len({engine.fingerprint for engine in engines}) == 1
     with pytest.raises(ValueError, match="packed again"):
         engines[0].with_database(engines[2].map_reuse.database)
+
+
+async def test_generation_of_another_mask_brings_no_other_classifier(
+    tiny_checkpoint, tiny_prototypes_database, other_mask, root, tmp_path, caplog
+):
+    fingerprint, random = tiny_checkpoint.embedding_fingerprint(), np.random.default_rng(1)
+    vectors = random.normal(size=(6, 32)).astype(np.float32)
+    for labels in (["a", "b"], ["c", "d"]):
+        made = fit_classifier(vectors, labels * 3, fingerprint=fingerprint, model="tiny")
+        made.save(tmp_path / labels[0])
+    loaded = following(tiny_checkpoint, root, classifier=tmp_path / "a")
+    first = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    shutil.copytree(tmp_path / "c", tmp_path / "a", dirs_exist_ok=True)
+    publish(root, other_mask)
+    assert isinstance(next(loaded), Pause)
+    assert isinstance(next(loaded), Pause)
+    assert "generation 1 cannot be used: the files of the model or of the classifier" in caplog.text
+    publish(root, tiny_prototypes_database)  # with the mask of the first one
+    last = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    assert last.decisions.labels == first.decisions.labels == ("a", "b")
 
 
 async def test_step_of_another_server_is_adopted_though_nothing_is_verified(tiny_checkpoint, root):

@@ -188,8 +188,23 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(fo
 
 
 @pytest.mark.anyio
+async def test_worker_does_not_serve_another_model_than_the_first_one(tmp_path):
+    other, failures = FakeEngine(), []
+    other.fingerprint = "f" * 64
+    async with starting(FakeEngine, worker=Worker(0, 2, tmp_path)) as client:
+        await until(lambda: client._transport.app.state.service.group.is_serving)
+        async with starting(lambda: other, failures.append, Worker(1, 2, tmp_path)):
+            await until(lambda: failures)
+    [failure] = failures
+    assert isinstance(failure, InvalidSettings)
+    assert "not those that the other workers have loaded" in str(failure)
+
+
+@pytest.mark.anyio
 async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(folder, tmp_path):
-    async with two_workers(tmp_path, [tiny_decoder(folder), FakeEngine()], admin=True) as (first, _):
+    engine, fails = tiny_decoder(folder), FakeEngine()
+    fails.fingerprint = engine.fingerprint
+    async with two_workers(tmp_path, [engine, fails], admin=True) as (first, _):
         refused = await first.delete("/cache")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_unavailable")
         assert refused.headers["Retry-After"] == "1"
