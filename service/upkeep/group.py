@@ -71,7 +71,7 @@ class Worker:
         return self.folder / f"ready-{self.number}"
 
     def require_model(self, fingerprint: str) -> None:
-        """Raise InvalidSettings unless the first worker, which loads before the others, has loaded this model.
+        """Raise InvalidSettings unless the first worker, which loads before the others, has this model.
 
         The files of a model or a classifier may change before a worker is started again.
         """
