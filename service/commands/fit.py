@@ -51,6 +51,9 @@ def fit(
         raise InvalidInput(f"{output} exists; remove it or choose another name", field="output")
     if output.parent.exists() and not output.parent.is_dir():
         raise InvalidInput(f"{output.parent} is a file; choose another --output", field="output")
+    if not output.exists():
+        output.mkdir(parents=True)  # fails before texts are embedded, and not afterwards
+        output.rmdir()
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     require_labels(labels)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
@@ -64,8 +67,6 @@ def fit(
             except InvalidInput as error:
                 rename(error, (moved(error.field, first) or "data").replace("inputs", "data", 1))
                 raise
-            # If this fails, it fails before the other texts are embedded.
-            output.mkdir(parents=True, exist_ok=True)
             progress("embedding texts", min(first + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
         np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
