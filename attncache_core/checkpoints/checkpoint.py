@@ -123,6 +123,8 @@ class Checkpoint:
     quantization_texts: tuple[str, ...] = ()  # to calibrate int8 with; empty: texts of the shipped corpus
     revision: str | None = None  # the requested branch, tag or commit on the Hub
     commit: str | None = None  # the commit of that revision; None if the model is not from the Hub
+    # SHA-256 of each file that decides the answers, as the model was loaded; None: as the files are now.
+    digests: Mapping[Path, bytes] | None = None
 
     @property
     def variant(self) -> dict[str, Any]:
@@ -132,9 +134,10 @@ class Checkpoint:
         if self.quantization:
             variant["quantization"] = self.quantization
         if self.quantization is Quantization.INT8:
-            # The template is around the calibration texts, so other maxima are read in another template.
+            # Other maxima are read if the calibration texts stand in another template, or are lowercased.
             template = self.template
             texts = [template.around(template.sample(text)) for text in self.calibration_texts]
+            texts = [text.lower() for text in texts] if self.lowercase else texts
             variant["quantization_texts"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
         return variant
 
@@ -142,10 +145,10 @@ class Checkpoint:
     def behind_pooling(self) -> list[Any]:
         """What makes embeddings of pooled vectors, as JSON values; empty if they are the embeddings.
 
-        Reads the weights of Dense modules, as `fingerprint` reads the model's weights.
+        Reads the weights, as `fingerprint` does.
         """
         layers: list[Any] = [
-            [_digest_of(dense.weights).hex(), dense.inputs, dense.outputs, dense.bias, dense.activation]
+            [self._digests[dense.weights].hex(), dense.inputs, dense.outputs, dense.bias, dense.activation]
             for dense in self.dense
         ]
         return layers if self.truncate_dim is None else [*layers, self.truncate_dim]
@@ -306,20 +309,34 @@ class Checkpoint:
             labels=tuple(labels),
         )
 
+    def as_it_is(self) -> Checkpoint:
+        """Return the checkpoint with the digests of its files as they are now, which its fingerprints keep.
+
+        Every file is read once per process, and again if it changes. Raises UnsupportedModel if the
+        checkpoint has the digests of other files.
+        """
+        weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
+        files = [*weights, *self.tokenizer_files, *(dense.weights for dense in self.dense)]
+        digests = {path: _digest_of(path) for path in files if path.is_file()}
+        if self.digests not in (None, digests):
+            raise UnsupportedModel(
+                f"the files of model {self.name} were changed since they were first read; put them back, or "
+                "load the model anew",
+                field="model",
+            )
+        return replace(self, digests=digests)
+
     def fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides the attention maps, in hexadecimal.
 
         Architecture, weights, tokenizer files, variant and the mends of AttnCache decide the maps. Compute
         dtype and pooling do not change the maps of given tokens, and the template only changes the weights of
-        int8, which are calibrated in the template. Every weight file is read once per
-        process, and again if it changes.
+        int8, which are calibrated in the template. Without `digests`, reads the files as `as_it_is` does.
         """
         digest = hashlib.sha256()
-        weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
-        for path in sorted([*weights, *self.tokenizer_files]):
-            if path.is_file():
-                digest.update(path.relative_to(self.folder).as_posix().encode())
-                digest.update(_digest_of(path))
+        for path in sorted(self._digests.keys() - {dense.weights for dense in self.dense}):
+            digest.update(path.relative_to(self.folder).as_posix().encode())
+            digest.update(self._digests[path])
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
         for changed in (self.variant, _mends(self.config)):
@@ -349,6 +366,10 @@ class Checkpoint:
         parts += ["no unit length"] if self.task == "embed" and not self.normalize else []
         parts += [] if self.activation == "sigmoid" else [self.activation]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _digests(self) -> Mapping[Path, bytes]:
+        return (self if self.digests else self.as_it_is()).digests or {}
 
     def _files(self, patterns: Sequence[str]) -> list[Path]:
         return [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]

@@ -43,7 +43,7 @@ def load_parts(
 ) -> LoadedParts:
     """Load a checkpoint and pack its weights, in the order of heads that the strategy needs.
 
-    The arguments and what is raised: see PrefillEngine.load.
+    checkpoint: with the digests of its files. Other arguments, and what is raised: see PrefillEngine.load.
     """
     if checkpoint.task == "classify" and checkpoint.default_prompt and checkpoint.template != Template():
         raise UnsupportedModel(
@@ -53,7 +53,6 @@ def load_parts(
             field="model",
         )
     keep_freed_memory()
-    named = checkpoint.use_fingerprint()
     tokenizer = TextTokenizer(checkpoint, max_tokens)
     compute_dtype = resolve_dtype(dtype, device)
     mask = strategy.mask if strategy else None
@@ -68,12 +67,7 @@ def load_parts(
     if isinstance(strategy, MapReuse) and strategy.database.refitted:
         model = _with_refitted(model, strategy.database, checkpoint)
     return_freed_memory()
-    # What is stored, or compared with a database, is named by the fingerprint of these weights.
-    if checkpoint.use_fingerprint() != named:
-        raise UnsupportedModel(
-            f"the files of model {checkpoint.name} were changed while they were read; load the model again",
-            field="model",
-        )
+    checkpoint.as_it_is()  # raises if files were changed while they were read
     opened, off = None, SWITCHED_OFF
     if key_values:
         try:

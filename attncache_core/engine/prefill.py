@@ -140,6 +140,8 @@ class PrefillEngine:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
         if database and strategy:
             raise InvalidInput("give a database or a strategy, not both", field="strategy")
+        # What is stored, or compared with a database, is named by the files that are read now.
+        checkpoint = checkpoint.as_it_is()
         if classifier:
             classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
         count = limit_threads(threads)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -44,11 +45,12 @@ def smoothing_of(module: nn.Module) -> torch.Tensor | None:
 def calibration_sequences(checkpoint: Checkpoint) -> list[Sequence[int]]:
     """Return the tokens of equally spaced calibration texts, at most 4,000 tokens in total.
 
-    In a template of pairs, each text is query and document. Texts with a token that the model does not have
-    are left out. Raises as TextTokenizer does.
+    Texts are cut to what the model takes, and not to a limit that its folder sets, because the fingerprint
+    does not cover this limit. In a template of pairs, each text is query and document. Texts with a token
+    that the model does not have are left out. Raises as TextTokenizer does.
     """
     texts = [checkpoint.template.sample(text) for text in checkpoint.calibration_texts]
-    tokenizer = TextTokenizer(checkpoint)
+    tokenizer = TextTokenizer(replace(checkpoint, max_tokens=None))
     tokenized = tokenizer.tokenize(texts, truncate=True)
     chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids and max(ids) < tokenizer.known_ids]
     while sum(map(len, chosen)) > _MAX_TOKENS:

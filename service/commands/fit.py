@@ -51,9 +51,10 @@ def fit(
         raise InvalidInput(f"{output} exists; remove it or choose another name", field="output")
     if output.parent.exists() and not output.parent.is_dir():
         raise InvalidInput(f"{output.parent} is a file; choose another --output", field="output")
-    if not output.exists():
-        output.mkdir(parents=True)  # fails before texts are embedded, and not afterwards
-        output.rmdir()
+    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    output.mkdir(parents=True, exist_ok=True)  # fails before texts are embedded, and not afterwards
+    for folder in missing:
+        folder.rmdir()
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     require_labels(labels)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
@@ -69,7 +70,10 @@ def fit(
                 raise
             progress("embedding texts", min(first + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
-        np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
+        np.array(embeddings),
+        labels,
+        fingerprint=engine.checkpoint.embedding_fingerprint(),
+        model=checkpoint.name,
     )
     fitted.save(output)
     click.echo(f"{output}: {len(fitted.labels)} labels from {len(texts)} texts")

@@ -32,7 +32,7 @@ def run_server(settings: Settings) -> None:
     def load(share: Settings, worker: int) -> Iterator[Loaded]:
         def of_folder(local: Settings) -> Iterator[Loaded]:
             engines = load_engines(local, checkpoint, builds=worker == 0)
-            return with_renewals(engines, local, checkpoint, renews=worker == 0)
+            return with_renewals(engines, local, renews=worker == 0)
 
         engines = with_remote_database(share, checkpoint, of_folder, leads=worker == 0)
         return _summarised(engines, share, urls) if worker == 0 else engines

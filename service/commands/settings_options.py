@@ -82,7 +82,10 @@ def removed_option(name: str, remedy: str) -> click.Option:
         if value is not None:
             raise click.UsageError(f"{name} was removed; {remedy}")
 
-    return click.Option([name], hidden=True, expose_value=False, callback=refuse)
+    # With a value or, as the flags among them, without one.
+    return click.Option(
+        [name], hidden=True, expose_value=False, callback=refuse, is_flag=False, flag_value=""
+    )
 
 
 def _removed_settings_options() -> list[click.Parameter]:

@@ -29,6 +29,7 @@ from attncache_core import (
     BuildFailed,
     Checkpoint,
     CorruptDatabase,
+    DatabaseRefused,
     InvalidInput,
     KeyValueOptions,
     LinearClassifier,
@@ -95,22 +96,20 @@ def load_engines(settings: Settings, checkpoint: Checkpoint, *, builds: bool = T
     engine.reuse_off.append(reason)
     yield engine
     try:
-        yield from _with_new_database(engine, settings, checkpoint, builds)
+        yield from _with_new_database(engine, settings, builds)
     except Exception as error:
         expected = isinstance(error, AttnCacheError | OSError)
         logger.warning("there is no new default database: %s", error, exc_info=not expected)
         engine.reuse_off[:] = [NOT_BUILT]
 
 
-def _with_new_database(
-    engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint, builds: bool
-) -> Iterator[Loaded]:
+def _with_new_database(engine: PrefillEngine, settings: Settings, builds: bool) -> Iterator[Loaded]:
     """Build the default database while `engine` serves, and yield an engine with the database.
 
     Renames a damaged database first.
     """
-    yield from _persistently(engine, partial(_set_damaged_aside, settings, checkpoint))
-    folder = _default_folder(settings, checkpoint)
+    yield from _persistently(engine, partial(_set_damaged_aside, settings, engine.checkpoint))
+    folder = _default_folder(settings, engine.checkpoint)
     if builds:
         if settings.min_gain > 0:
             prospect: list[bool] = []
@@ -124,7 +123,7 @@ def _with_new_database(
         engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-    replacement = load_engine(settings, checkpoint)
+    replacement = load_replacement(engine, settings)
     yield replacement
     yield from _measured(replacement, settings)
 
@@ -225,6 +224,20 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
     if settings.warm:
         warm(engine, lines, settings)
     return engine
+
+
+def load_replacement(engine: PrefillEngine, settings: Settings) -> PrefillEngine:
+    """Return what `load_engine` returns, of the model and the classifier that the engine has.
+
+    Raises UnsupportedModel, or DatabaseRefused, if their files were changed.
+    """
+    replacement = load_engine(settings, engine.checkpoint)
+    if replacement.fingerprint != engine.fingerprint:
+        raise DatabaseRefused(
+            "the files of the classifier were changed since the start; put them back, or restart the server",
+            field="classifier",
+        )
+    return replacement
 
 
 def prepare_reuse(engine: PrefillEngine, settings: Settings) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Generator, Iterator
 from attncache_core import (
     AttentionDatabase,
     AttnCacheError,
-    Checkpoint,
     CorruptDatabase,
     DatabaseRefused,
     MachineBusy,
@@ -25,7 +24,7 @@ from attncache_core import (
     require_gain,
 )
 from attncache_core.reuse.maps.generations import Generation, current_generation
-from service.loading.engines import MEASURING_GAIN, load_engine, prepare_reuse
+from service.loading.engines import MEASURING_GAIN, load_replacement, prepare_reuse
 from service.loading.regular_renewals import RegularRenewals
 from service.settings import Settings
 from service.state import Loaded, Pause
@@ -36,9 +35,7 @@ SECONDS_BETWEEN_LOOKS = 1.0
 _RETRY_SECONDS = 60.0
 
 
-def with_renewals(
-    loaded: Iterator[Loaded], settings: Settings, checkpoint: Checkpoint, *, renews: bool = True
-) -> Iterator[Loaded]:
+def with_renewals(loaded: Iterator[Loaded], settings: Settings, *, renews: bool = True) -> Iterator[Loaded]:
     """Yield what is loaded and then, without an end, an engine for each generation that is published.
 
     renews: renew the database as --renew-hours says; False: another worker does. Ends if the last engine that
@@ -50,18 +47,18 @@ def with_renewals(
             logger.warning("no text is sampled, because there is no database of attention maps to renew")
         return
     if not (renews and settings.renew_hours):
-        yield from _followed(engine, settings, checkpoint)
+        yield from _followed(engine, settings)
         return
     renewals = RegularRenewals(settings, engine.map_reuse.database.generation.root)
     try:
-        for followed in _followed(engine, settings, checkpoint):
+        for followed in _followed(engine, settings):
             renewals.look()
             yield followed
     finally:
         renewals.close()
 
 
-def _followed(engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint) -> Iterator[Loaded]:
+def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     """Yield an engine for each generation that is published, and pauses, without an end."""
     assert engine.map_reuse is not None
     served = engine.map_reuse.database
@@ -80,7 +77,7 @@ def _followed(engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint)
             logger.error("%s; generation %d serves on", found, number)
             continue
         try:
-            replacement = _of_current_generation(engine, served, settings, checkpoint)
+            replacement = _of_current_generation(engine, served, settings)
             assert replacement.map_reuse is not None
             following = replacement.map_reuse.database
             seen = following.generation
@@ -121,12 +118,9 @@ def _look(database: AttentionDatabase) -> Generation | str:
 
 
 def _of_current_generation(
-    engine: PrefillEngine, served: AttentionDatabase, settings: Settings, checkpoint: Checkpoint
+    engine: PrefillEngine, served: AttentionDatabase, settings: Settings
 ) -> PrefillEngine:
-    """Return an engine for the generation that is current. Raises DatabaseRefused, and OSError.
-
-    The model and its classifier stay the same.
-    """
+    """Return an engine for the generation that is current. Raises as load_replacement, and OSError."""
     opened = AttentionDatabase.open(served.generation.root, threshold=settings.threshold)
     if engine.shares_model_with(opened):
         replacement = engine.with_database(opened)
@@ -138,14 +132,7 @@ def _of_current_generation(
             "it reuses other heads, and this server stores keys and values; restart the server",
             field="database",
         )
-    replacement = load_engine(settings, checkpoint)
-    if replacement.fingerprint != engine.fingerprint:
-        raise DatabaseRefused(
-            "the files of the model or of the classifier were changed since the start; put them back, or "
-            "restart the server",
-            field="database",
-        )
-    return replacement
+    return load_replacement(engine, settings)
 
 
 def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:

@@ -42,6 +42,11 @@ class BlendVerifier(LaterVerifier):
         self._verified = VerifiedHits(self._budget)
 
     @property
+    def subject(self) -> str:
+        """The gate as it was calibrated."""
+        return self.policy.digest
+
+    @property
     def policy(self) -> BlendGate:
         """The gate of the engine."""
         assert self._blending.gate is not None

@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from attncache_core.runtime.files import write_whole
 from service.errors import InvalidSettings, StoreUnavailable, log_failure
 from service.observability.metrics import Metrics
 from service.store import SqliteStore, Store
@@ -71,20 +72,18 @@ class Worker:
         return self.folder / f"ready-{self.number}"
 
     def require_model(self, fingerprint: str) -> None:
-        """Raise InvalidSettings unless the first worker, which loads before the others, has this model.
+        """Raise InvalidSettings unless the server began with this model. The first worker loads it alone.
 
         The files of a model or a classifier may change before a worker is started again.
         """
         path = self.folder / "model"
-        try:
-            with path.open("x", encoding="ascii") as file:
-                file.write(fingerprint)
-        except FileExistsError:
-            if path.read_text(encoding="ascii") != fingerprint:
-                raise InvalidSettings(
-                    "the files of the model or of the classifier are not those that the other workers have "
-                    "loaded; put them back, or restart the server"
-                ) from None
+        if not path.exists():  # only one worker is there
+            write_whole(path, fingerprint.encode())
+        elif path.read_text(encoding="ascii") != fingerprint:
+            raise InvalidSettings(
+                "the files of the model or of the classifier are not those that the server began with; put "
+                "them back, or restart the server"
+            )
 
     def all_have_been_ready(self) -> bool:
         """Return whether every worker has been ready once."""

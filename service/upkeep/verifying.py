@@ -60,9 +60,9 @@ class LaterVerifier(ABC):
         self._stopped = False
 
     @property
+    @abstractmethod
     def subject(self) -> str:
         """What the steps of `steps` are counted from: an id, equal in all processes."""
-        return ""
 
     @property
     @abstractmethod

@@ -317,6 +317,11 @@ class Supervisor:
                 self._failure = AttnCacheError(refusal)
                 self._finish(0.0)
             return
+        if refusal is not None and not any(other.process for other in self._places):
+            # As at the start: what keeps one worker from starting keeps all of them.
+            self._failure = AttnCacheError(refusal)
+            self._finish(0.0)
+            return
         now = time.monotonic()
         if now - place.started_at > _STEADY_SECONDS:
             place.delay = _FIRST_DELAY_SECONDS

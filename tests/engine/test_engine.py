@@ -136,7 +136,7 @@ def test_model_whose_files_change_while_they_are_read_is_refused(tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(loading, "load_model", changed_behind)
-        with pytest.raises(UnsupportedModel, match="changed while they were read") as refused:
+        with pytest.raises(UnsupportedModel, match="changed since they were first read") as refused:
             PrefillEngine.load(checkpoint)
     assert refused.value.field == "model"
 

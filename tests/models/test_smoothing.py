@@ -272,6 +272,9 @@ def test_calibration_takes_equally_spaced_texts_of_the_corpus(tiny_checkpoint):
 def test_long_calibration_texts_are_thinned_out(tiny_checkpoint):
     texts = tuple(f"{'my card ' * 100}{number}" for number in range(100))
     sequences = calibration_sequences(replace(tiny_checkpoint, quantization_texts=texts))
+    # The fingerprint does not cover the limit that a folder sets.
+    limited = replace(tiny_checkpoint, quantization_texts=texts, max_tokens=5)
+    assert calibration_sequences(limited) == sequences
     assert 3500 < sum(map(len, sequences)) <= 4000
     assert {len(ids) for ids in sequences} == {len(sequences[0])}  # whole texts
 

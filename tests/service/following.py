@@ -27,7 +27,7 @@ def following(checkpoint, root, renews=True, **values):
     """Yield what a server with this database loads."""
     values = {"dtype": "float32", "min_gain": 0, **values}
     settings = Settings(model=str(checkpoint.folder), database=root, **values)
-    return with_renewals(load_engines(settings, checkpoint), settings, checkpoint, renews=renews)
+    return with_renewals(load_engines(settings, checkpoint), settings, renews=renews)
 
 
 @asynccontextmanager

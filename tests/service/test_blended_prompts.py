@@ -371,6 +371,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
         verifier.offer(requests, engine.run(requests), engine.blending.gate)
         verify_all(verifier)
         assert engine.blending.gate.steps == steps
+        assert verifier.subject == gate.digest != replace(gate, prompts=gate.prompts + 1).digest
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
     assert "could not be changed" not in caplog.text

@@ -62,6 +62,8 @@ def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
         ("serve", {"PROT": "1"}, ("ATTNCACHE_PROT", "ATTNCACHE_PORT")),
         ("serve --thread 2", {}, ("--thread", "--threads")),
         ("serve --policy moderate", {}, ("--policy was removed", "0.99 (moderate)")),
+        ("serve --search-always", {}, ("--search-always was removed", "--min-gain 0")),
+        ("serve --search-always --port 0", {}, ("--search-always was removed", "--min-gain 0")),
         ("serve", {"POLICY": "moderate"}, ("ATTNCACHE_POLICY was removed", "--threshold")),
         ("serve --model absent", {}, ("absent", "not found")),
         # An empty variable counts as not set.

@@ -354,7 +354,7 @@ def test_server_follows_the_pointer_serves_on_after_failures_and_logs_each_once(
     assert SECRET not in repr(settings)
 
     def load(local):
-        return with_renewals(load_engines(local, tiny_checkpoint), local, tiny_checkpoint)
+        return with_renewals(load_engines(local, tiny_checkpoint), local)
 
     def serving():
         return with_remote_database(settings, tiny_checkpoint, load, leads=True)

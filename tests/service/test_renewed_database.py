@@ -30,6 +30,7 @@ from attncache_core import (
     build_database,
     fit_classifier,
 )
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.heads.comparator import Measure
 from attncache_core.native import memory
 from attncache_core.reuse.maps.map_reuse import MapReuse
@@ -158,10 +159,29 @@ async def test_generation_of_another_mask_brings_no_other_classifier(
     publish(root, other_mask)
     assert isinstance(next(loaded), Pause)
     assert isinstance(next(loaded), Pause)
-    assert "generation 1 cannot be used: the files of the model or of the classifier" in caplog.text
+    assert "generation 1 cannot be used: the files of the classifier were changed" in caplog.text
     publish(root, tiny_prototypes_database)  # with the mask of the first one
     last = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
     assert last.decisions.labels == first.decisions.labels == ("a", "b")
+
+
+async def test_generation_of_a_model_that_was_replaced_meanwhile_is_refused(
+    tiny_checkpoint, tiny_corpus, root, tmp_path, caplog
+):
+    folder = Path(shutil.copytree(tiny_checkpoint.folder, tmp_path / "model"))
+    loaded = following(read_checkpoint(folder), root)
+    first = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    named, opened = first.fingerprint, first.map_reuse.database
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes() + b" ")
+    new = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    options = BuildOptions(heads=str(opened.mask.total), threshold=0.0, prototypes=0, training_steps=20)
+    build_database(new, tiny_corpus, tmp_path / "new.db", options)
+    publish(root, tmp_path / "new.db")
+    assert isinstance(next(loaded), Pause)
+    assert isinstance(next(loaded), Pause)
+    assert "generation 1 cannot be used: " in caplog.text
+    assert replace(first, strategy=None).fingerprint == named != new.fingerprint
 
 
 async def test_step_of_another_server_is_adopted_though_nothing_is_verified(tiny_checkpoint, root):

@@ -197,7 +197,7 @@ async def test_worker_does_not_serve_another_model_than_the_first_one(tmp_path):
             await until(lambda: failures)
     [failure] = failures
     assert isinstance(failure, InvalidSettings)
-    assert "not those that the other workers have loaded" in str(failure)
+    assert "not those that the server began with" in str(failure)
 
 
 @pytest.mark.anyio

@@ -8,6 +8,7 @@ template and its labels.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import stat
@@ -158,6 +159,11 @@ class BlendGate:
     def is_of(self, other: BlendGate) -> bool:
         """Return whether both are the same gate, tightened by any number of steps."""
         return replace(self, steps=0) == replace(other, steps=0)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the gate as it was calibrated, in hexadecimal."""
+        return hashlib.sha256(_GATE.dump_json(replace(self, steps=0))).hexdigest()
 
     def require(self, fingerprint: str, model: str, layers: int) -> None:
         """Raise InvalidInput unless the gate was measured with this engine. layers: of its model."""
