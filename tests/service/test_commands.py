@@ -4,13 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import click
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
+from tokenizers import Tokenizer
 
-from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
+from attncache_core import AttentionDatabase, InvalidInput, LinearClassifier, PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus.reading import read_labelled
 from attncache_core.text.token_batch import pack
-from service.commands.report import show_table
+from service.commands.report import require_writable, show_table
 
 pytestmark = pytest.mark.usefixtures("few_steps")
 
@@ -206,6 +209,34 @@ def test_fitted_classifier_predicts_its_training_labels_and_a_fit_that_was_stopp
     assert LinearClassifier.load(output).digest() == classifier.digest()
 
 
+def test_text_that_cannot_be_embedded_is_named_by_its_place_in_the_data(tiny_checkpoint, tmp_path):
+    folder = Path(shutil.copytree(tiny_checkpoint.folder, tmp_path / "model"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["[NEW]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    lines = ["text\tlabel", *(f"{'[NEW]' if row == 70 else 'my'} card\t{row % 2}" for row in range(80))]
+    (tmp_path / "data.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    named = ("--data", tmp_path / "data.tsv", *model_arguments(read_checkpoint(folder)))
+    assert_one_line(
+        run("fit-classifier", *named, "--output", tmp_path / "out" / "in"), "data[70] has a token"
+    )
+    assert not (tmp_path / "out").exists()
+    assert_one_line(run("evaluate", "agreement", "--methods", "full", *named), "inputs[70] has a token")
+
+
+def test_long_value_of_an_option_is_no_file_that_a_report_could_overwrite(tmp_path):
+    report = tmp_path / "a.json"
+    report.touch()
+
+    @click.command()
+    @click.option("--labels")
+    def command(labels):
+        require_writable(report, "--json")
+
+    assert run("--labels", "x" * 300, program=command).exception is None
+    assert isinstance(run("--labels", report, program=command).exception, InvalidInput)
+
+
 BUILD = "build --corpus {files}/corpus.tsv --database"
 EVALUATE = "evaluate classification --train {files}/train.tsv --data {files}/test.tsv --database {built}"
 CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
@@ -249,6 +280,7 @@ def test_mistake_is_one_line(
     assert line.startswith("attncache: ")
     assert all(word in line for word in words)
     assert PRIVATE not in result.stderr
+    assert "embedding texts" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["one.tsv"]
 
 
