@@ -230,7 +230,7 @@ def test_long_value_of_an_option_is_no_file_that_a_report_could_overwrite(tmp_pa
 
     @click.command()
     @click.option("--labels")
-    def command(labels):
+    def command(**_):
         require_writable(report, "--json")
 
     assert run("--labels", "x" * 300, program=command).exception is None
