@@ -316,7 +316,9 @@ class Checkpoint:
         checkpoint has the digests of other files.
         """
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
-        files = [*weights, *self.tokenizer_files, *(dense.weights for dense in self.dense)]
+        # `config` is in the fingerprints, and the model is made from the file.
+        others = [self.folder / "config.json", *(dense.weights for dense in self.dense)]
+        files = [*weights, *self.tokenizer_files, *others]
         digests = {path: _digest_of(path) for path in files if path.is_file()}
         if self.digests not in (None, digests):
             raise UnsupportedModel(
@@ -334,7 +336,8 @@ class Checkpoint:
         int8, which are calibrated in the template. Without `digests`, reads the files as `as_it_is` does.
         """
         digest = hashlib.sha256()
-        for path in sorted(self._digests.keys() - {dense.weights for dense in self.dense}):
+        others = {self.folder / "config.json", *(dense.weights for dense in self.dense)}
+        for path in sorted(self._digests.keys() - others):
             digest.update(path.relative_to(self.folder).as_posix().encode())
             digest.update(self._digests[path])
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}

@@ -26,6 +26,8 @@ def run_server(settings: Settings) -> None:
     _check_shared(settings)
     # Before the server listens, so that a missing model is reported at once.
     checkpoint = checkpoint_of(settings)
+    if settings.workers != 1:
+        checkpoint = checkpoint.as_it_is()  # what workers that are started again load, too
     listeners = open_listeners(settings)
     urls = [listener.url for listener in listeners]
 

@@ -3,7 +3,7 @@
     a look at DIR/current, once a second
       the same generation as before     nothing
       another one, which can be opened  serves from the next batch on; running batches keep the one before
-      another one, which cannot         one line in the log; nothing is tried until `current` changes
+      another one, which cannot         one line in the log; tried again after a minute, then ever more rarely
 
 If the mask and the weights of both generations are equal, the engines share the model. Otherwise a second
 engine is loaded, and memory holds the model twice until the first has run its last batch.
@@ -12,6 +12,8 @@ engine is loaded, and memory holds the model twice until the first has run its l
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Generator, Iterator
 
 from attncache_core import (
@@ -32,7 +34,7 @@ from service.state import Loaded, Pause
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
-_RETRY_SECONDS = 60.0
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60.0, 3600.0
 
 
 def with_renewals(loaded: Iterator[Loaded], settings: Settings, *, renews: bool = True) -> Iterator[Loaded]:
@@ -63,13 +65,15 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     assert engine.map_reuse is not None
     served = engine.map_reuse.database
     seen: Generation | str = served.generation  # what the last look has found
+    retry_at, wait, told = math.inf, _RETRY_SECONDS, ""
     while True:
         yield Pause(SECONDS_BETWEEN_LOOKS)
         engine.map_reuse.adopt_findings()
         found = _look(served)
-        if found == seen:
+        if found == seen and time.monotonic() < retry_at:
             continue
-        seen = found
+        wait = _RETRY_SECONDS if found != seen else min(2 * wait, _MAX_RETRY_SECONDS)
+        seen, retry_at = found, math.inf
         if found == served.generation:
             continue
         number = served.generation.number
@@ -84,13 +88,10 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
             yield from _measuring(replacement, engine, settings)
         except Exception as error:
             expected = isinstance(error, AttnCacheError | OSError)
-            logger.error(
-                "generation %d cannot be used: %s; generation %d serves on",
-                found.number,
-                error,
-                number,
-                exc_info=not expected,
-            )
+            before, told = told, f"generation {found.number} cannot be used: {error}"
+            if told != before:
+                logger.error("%s; generation %d serves on", told, number, exc_info=not expected)
+            retry_at = time.monotonic() + wait
             continue
         if _look(served) == seen:
             logger.info("generation %d serves from now on, instead of generation %d", seen.number, number)

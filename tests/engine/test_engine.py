@@ -125,7 +125,7 @@ def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, me
         PrefillEngine.load(read_checkpoint(folder))
 
 
-@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_model_whose_files_change_while_they_are_read_is_refused(tmp_path, monkeypatch, path):
     checkpoint = read_checkpoint(write_model(tmp_path))
 
