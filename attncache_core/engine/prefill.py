@@ -198,7 +198,7 @@ class PrefillEngine:
 
         Covers the checkpoint's use_fingerprint, the maximum number of tokens, and a fitted classifier. Does
         not cover compute dtype, device and threads, because they change only the rounding of an answer, and
-        does not cover reuse. Reads all weight files at first use.
+        does not cover reuse. The files are those that the engine was loaded from.
         """
         parts = [self.checkpoint.use_fingerprint(), self.tokenizer.max_tokens]
         # use_fingerprint covers a checkpoint's labels, and the classifier made from them has rounding errors.

@@ -282,6 +282,7 @@ SCORED = "score\tsentence1\tsentence2\n"
         ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "has 2 columns, and the header has 3")),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--methods", "fast"), ("the methods are full", "'fast'")),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--rounds", "0"), ("--rounds",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--columns", "sentence1"), ("--columns must be two names",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--batch-size", "x"), ("--batch-size",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--max-tokens", "1"), ("--max-tokens",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("attncache needs a database",)),

@@ -354,10 +354,11 @@ async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
     folder, tmp_path, caplog
 ):
-    engine, path = load(folder), tmp_path / "blend.json"
+    engine, path, link = load(folder), tmp_path / "blend.json", tmp_path / "link.json"
     gate = gate_of(engine, 0.0, 0.1, least=0.9999)
     write_gate(path, gate)
-    engine.open_gate(gate, path)
+    link.symlink_to(path)
+    engine.open_gate(gate, link)
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
     ids = joined(engine, BODY)

@@ -244,6 +244,7 @@ def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> tuple
     that was calibrated again, stays as it is. Returns also whether the file holds the step.
     """
     tightened, is_kept = gate.tightened(), False
+    path = path.resolve()  # what a link names is tightened, and not replaced
     try:
         with locked_within(path, patience_seconds) as is_locked:
             if is_locked:
