@@ -58,7 +58,8 @@ from attncache_core.text.tokenizer import TextTokenizer
 class PrefillEngine:
     """A loaded model with its tokenizer and what it may reuse. `dataclasses.replace` changes a part.
 
-    After `replace`, a gate is opened again by `open_gate`. Any number of threads may call `run` at once; `parallel_runs` says how many threads gain by it.
+    After `replace`, a gate is opened again by `open_gate`. Any number of threads may call `run` at once;
+    `parallel_runs` says how many threads gain by it.
     """
 
     checkpoint: Checkpoint
