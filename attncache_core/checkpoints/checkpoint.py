@@ -312,14 +312,15 @@ class Checkpoint:
     def as_it_is(self) -> Checkpoint:
         """Return the checkpoint with the digests of its files as they are now, which its fingerprints keep.
 
-        Every file is read once per process, and again if it changes. Raises UnsupportedModel if the
-        checkpoint has the digests of other files.
+        Every file is read once per process, and again if it changes. Raises UnsupportedModel if a file cannot
+        be read, or if the checkpoint has the digests of other files.
         """
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
         # `config` is in the fingerprints, and the model is made from the file.
         others = [self.folder / "config.json", *(dense.weights for dense in self.dense)]
         files = [*weights, *self.tokenizer_files, *others]
-        digests = {path: _digest_of(path) for path in files if path.is_file()}
+        with readable(f"the files of model {self.name}"):
+            digests = {path: _digest_of(path) for path in files if path.is_file()}
         if self.digests not in (None, digests):
             raise UnsupportedModel(
                 f"the files of model {self.name} were changed since they were first read; put them back, or "

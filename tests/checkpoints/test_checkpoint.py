@@ -319,6 +319,15 @@ def test_fingerprint_of_int8_alone_changes_with_the_template_around_its_calibrat
         assert len(found) == (len(templates) if kind is Quantization.INT8 else 1)
 
 
+def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_module, "_digest_of", refuse)
+    with pytest.raises(UnsupportedModel, match=r"the files of model .* cannot be read .*Permission denied"):
+        PrefillEngine.load(reread(read_checkpoint(copied)))
+
+
 def test_fingerprint_of_the_use_changes_with_the_length_of_embeddings(tiny_checkpoint):
     checkpoints = [replace(tiny_checkpoint, normalize=unit_length) for unit_length in (True, False)]
     assert len({checkpoint.use_fingerprint() for checkpoint in checkpoints}) == 2

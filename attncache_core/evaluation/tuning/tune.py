@@ -149,6 +149,8 @@ class Tuning:
         Raises InvalidInput if there are too few texts, if the model scores pairs, if the results file is
         none, and as the engine and the database do.
         """
+        # All ways are of the files that the exact model is read from.
+        options = replace(options, checkpoint=options.checkpoint.as_it_is())
         self.options, self.events = options, events
         if options.checkpoint.is_for_pairs:
             raise InvalidInput("tune measures single texts, and the model scores pairs", field="model")
