@@ -316,9 +316,7 @@ class Checkpoint:
         be read, or if the checkpoint has the digests of other files.
         """
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
-        # `config` is in the fingerprints, and the model is made from the file.
-        others = [self.folder / "config.json", *(dense.weights for dense in self.dense)]
-        files = [*weights, *self.tokenizer_files, *others]
+        files = [*weights, *self.tokenizer_files, *self._not_named]
         with readable(f"the files of model {self.name}"):
             digests = {path: _digest_of(path) for path in files if path.is_file()}
         if self.digests not in (None, digests):
@@ -337,8 +335,7 @@ class Checkpoint:
         int8, which are calibrated in the template. Without `digests`, reads the files as `as_it_is` does.
         """
         digest = hashlib.sha256()
-        others = {self.folder / "config.json", *(dense.weights for dense in self.dense)}
-        for path in sorted(self._digests.keys() - others):
+        for path in sorted(self._digests.keys() - self._not_named):
             digest.update(path.relative_to(self.folder).as_posix().encode())
             digest.update(self._digests[path])
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
@@ -370,6 +367,13 @@ class Checkpoint:
         parts += ["no unit length"] if self.task == "embed" and not self.normalize else []
         parts += [] if self.activation == "sigmoid" else [self.activation]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _not_named(self) -> set[Path]:
+        """The files that must stay as they are, and whose digests are not in `fingerprint`."""
+        # The fingerprints have `config`, and the models are made from the file.
+        files = {self.folder / name for name in ("config.json", WEIGHTS[1])}
+        return files | {dense.weights for dense in self.dense}
 
     @property
     def _digests(self) -> Mapping[Path, bytes]:

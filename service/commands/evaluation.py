@@ -156,14 +156,14 @@ class Evaluation:
         require_writable_reports()
         self.request = request
         self._make_methods: Callable[..., Methods] = click.get_current_context().obj or Methods
-        self.checkpoint = request.checkpoint
         self.full = PrefillEngine.load(
-            self.checkpoint,
+            request.checkpoint,
             dtype=request.dtype,
             threads=request.threads,
             max_tokens=request.max_tokens,
             classifier=LinearClassifier.load(classifier) if classifier else None,
         )
+        self.checkpoint = self.full.checkpoint  # of the files that were read
 
     def tokenize(self, texts: Sequence[str], labels: LabelTokens | None = None) -> Sequences:
         """Return the token ids of each text or, with labels of several tokens, of each of its sequences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -53,8 +54,9 @@ def fit(
         raise InvalidInput(f"{output.parent} is a file; choose another --output", field="output")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)  # fails before texts are embedded, and not afterwards
-    for folder in missing:
-        folder.rmdir()
+    with suppress(OSError):  # another process may have begun to write there
+        for folder in missing:
+            folder.rmdir()
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     require_labels(labels)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)

@@ -319,6 +319,16 @@ def test_fingerprint_of_int8_alone_changes_with_the_template_around_its_calibrat
         assert len(found) == (len(templates) if kind is Quantization.INT8 else 1)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "vocab.txt"])
+def test_checkpoint_that_was_loaded_is_not_loaded_again_from_other_files(copied, name):
+    loaded = PrefillEngine.load(reread(read_checkpoint(copied)), dtype="float32").checkpoint
+    named = loaded.fingerprint()
+    (copied / name).write_bytes((copied / name).read_bytes() + b" " if (copied / name).exists() else b"{}")
+    with pytest.raises(UnsupportedModel, match="were changed since they were first read"):
+        PrefillEngine.load(loaded)
+    assert loaded.fingerprint() == named
+
+
 def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
