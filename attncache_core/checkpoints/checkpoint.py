@@ -147,8 +147,9 @@ class Checkpoint:
 
         Reads the weights, as `fingerprint` does.
         """
+        digests = self._digests if self.dense else {}
         layers: list[Any] = [
-            [self._digests[dense.weights].hex(), dense.inputs, dense.outputs, dense.bias, dense.activation]
+            [digests[dense.weights].hex(), dense.inputs, dense.outputs, dense.bias, dense.activation]
             for dense in self.dense
         ]
         return layers if self.truncate_dim is None else [*layers, self.truncate_dim]
@@ -334,10 +335,10 @@ class Checkpoint:
         dtype and pooling do not change the maps of given tokens, and the template only changes the weights of
         int8, which are calibrated in the template. Without `digests`, reads the files as `as_it_is` does.
         """
-        digest = hashlib.sha256()
-        for path in sorted(self._digests.keys() - self._not_named):
+        digest, digests = hashlib.sha256(), self._digests
+        for path in sorted(digests.keys() - self._not_named):
             digest.update(path.relative_to(self.folder).as_posix().encode())
-            digest.update(self._digests[path])
+            digest.update(digests[path])
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
         for changed in (self.variant, _mends(self.config)):
@@ -361,7 +362,8 @@ class Checkpoint:
     def use_fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides the answer to a text, in hexadecimal.
 
-        The embedding fingerprint, named prompts, task, labels and the length of embeddings decide the answer.
+        The embedding fingerprint, named prompts, task and labels decide the answer, and whether embeddings
+        get unit length.
         """
         parts = [self.embedding_fingerprint(), sorted(self.prompts.items()), self.task, self.labels]
         parts += ["no unit length"] if self.task == "embed" and not self.normalize else []
