@@ -314,13 +314,14 @@ class Checkpoint:
         """Return the checkpoint with the digests of its files as they are now, which its fingerprints keep.
 
         Every file is read once per process, and again if it changes. Raises UnsupportedModel if a file cannot
-        be read, or if the checkpoint has the digests of other files.
+        be read, if the checkpoint has the digests of other files, or if config.json is not what it was.
         """
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
         files = [*weights, *self.tokenizer_files, *self._not_named]
         with readable(f"the files of model {self.name}"):
             digests = {path: _digest_of(path) for path in files if path.is_file()}
-        if self.digests not in (None, digests):
+        described = json.dumps(read_json(self.folder / "config.json"))
+        if self.digests not in (None, digests) or described != json.dumps(self.config):
             raise UnsupportedModel(
                 f"the files of model {self.name} were changed since they were first read; put them back, or "
                 "load the model anew",

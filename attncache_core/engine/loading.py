@@ -67,7 +67,6 @@ def load_parts(
     if isinstance(strategy, MapReuse) and strategy.database.refitted:
         model = _with_refitted(model, strategy.database, checkpoint)
     return_freed_memory()
-    checkpoint.as_it_is()  # raises if files were changed while they were read
     opened, off = None, SWITCHED_OFF
     if key_values:
         try:

@@ -109,6 +109,19 @@ def is_bare(config: Any) -> bool:
     return config.model_type in _FAMILIES and _activation(config) in ACTIVATIONS and not is_quantized
 
 
+def wrong_shape(
+    checkpoint: Checkpoint, name: str, found: Sequence[int], expected: Sequence[int]
+) -> UnsupportedModel:
+    """Return the error for a weight of another shape than the configuration says."""
+    is_head = name.startswith(("classifier", "score")) and expected[0] == len(checkpoint.classes)
+    remedy = "; name all classes in id2label" if is_head else ""
+    return UnsupportedModel(
+        f"{name} of model {checkpoint.name} has the shape {list(found)} in the weights, and {list(expected)} "
+        f"by config.json{remedy}",
+        field="model",
+    )
+
+
 def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[BareEncoder, WeightReport]:
     """Return an encoder with the weights of a checkpoint in `dtype`, mapped from their files if possible.
 
@@ -124,12 +137,7 @@ def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[
     for name in sorted(expected.keys() & weights.keys()):
         found, weight = weights[name], expected[name]
         if found.shape != weight.shape:
-            remedy = "; name all classes in id2label" if name.startswith(family.head[1]) else ""
-            raise UnsupportedModel(
-                f"{name} of model {checkpoint.name} has the shape {list(found.shape)} in the weights, and "
-                f"{list(weight.shape)} by config.json{remedy}",
-                field="model",
-            )
+            raise wrong_shape(checkpoint, name, found.shape, weight.shape)
         if not found.is_floating_point():
             raise UnsupportedModel(
                 f"{name} of model {checkpoint.name} has the type {found.dtype}, and only floating-point "

@@ -24,7 +24,7 @@ from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.bare import WeightReport, is_bare, read_bare
+from attncache_core.models.bare import WeightReport, is_bare, read_bare, wrong_shape
 from attncache_core.models.experts import require_routing
 from attncache_core.models.families import ENCODERS, FAMILIES, is_causal
 from attncache_core.models.layer import Dropped
@@ -75,7 +75,8 @@ def load_model(
     prompt_tokens: the number of prompt tokens that pooling may skip; see pooling.Pooler. head_order: for each
     layer with attention, its heads in the order of damage, least damage first (default: the checkpoint's
     order). reused_heads: for each layer with attention, how many of the first heads are reused (default: 0).
-    Raises as model_shape does, and UnsupportedModel if weights cannot be read or do not match config.json.
+    Raises as model_shape does, and UnsupportedModel if weights cannot be read or do not match config.json, or
+    if files of a checkpoint with digests were changed.
     """
     layers, config = _layers_and_config(checkpoint)
     heads = config.num_attention_heads
@@ -96,6 +97,8 @@ def load_model(
             [dropped or next(of_layers) for dropped in layers],
             pool,
         )
+    if checkpoint.digests:
+        checkpoint.as_it_is()  # raises if files were changed while they were read
     if device == CPU:
         return replace(packed, dtype=dtype)
     embed = packed.embed
@@ -140,9 +143,10 @@ def _layers_and_config(checkpoint: Checkpoint) -> tuple[list[Dropped | None], An
             f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
             field="model",
         )
-    if family in ENCODERS and checkpoint.config.get("is_decoder"):
+    causal = [flag for flag in ("is_decoder", "is_causal") if checkpoint.config.get(flag)]
+    if family in ENCODERS and causal:
         raise UnsupportedModel(
-            f"model {checkpoint.name} is an encoder that was trained to decode (is_decoder in config.json): "
+            f"model {checkpoint.name} is an encoder that was trained to decode ({causal[0]} in config.json): "
             "its attention is causal, and causal encoders are not served",
             field="model",
         )
@@ -290,10 +294,13 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
         dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by their names
         # Others refuse experts whose rows are not a multiple of 16 bytes, when int8 is calibrated.
         experts_implementation="eager",
         **dict.fromkeys(asked, "eager"),
     )
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise wrong_shape(checkpoint, name, found, expected)
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.
     missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]

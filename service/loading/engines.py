@@ -35,6 +35,7 @@ from attncache_core import (
     LinearClassifier,
     MachineBusy,
     PrefillEngine,
+    UnsupportedModel,
     default_corpus,
     open_default_database,
     require_gain,
@@ -118,7 +119,7 @@ def _with_new_database(engine: PrefillEngine, settings: Settings, builds: bool) 
                 engine.reuse_off[:] = [CANNOT_PAY]
                 _log_savings(engine)
                 return
-        yield from _persistently(engine, partial(build_while_serving, settings))
+        yield from _persistently(engine, partial(_build, engine, settings))
     else:
         engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
@@ -126,6 +127,13 @@ def _with_new_database(engine: PrefillEngine, settings: Settings, builds: bool) 
     replacement = load_replacement(engine, settings)
     yield replacement
     yield from _measured(replacement, settings)
+
+
+def _build(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
+    """Build the default database of the engine's model. Raises UnsupportedModel if its files were changed."""
+    engine.checkpoint.as_it_is()  # the builder reads the files that it finds
+    yield from build_while_serving(settings)
+    engine.checkpoint.as_it_is()
 
 
 def _could_pay(engine: PrefillEngine, settings: Settings) -> bool:
@@ -168,7 +176,7 @@ def _persistently(engine: PrefillEngine, work: Callable[[], Iterator[str]]) -> I
         engine.reuse_off[:] = reasons
         try:
             yield from work()
-        except (BuildFailed, OSError) as failure:
+        except (BuildFailed, OSError, UnsupportedModel) as failure:
             engine.reuse_off[:] = [NOT_BUILT]
             why = reason_of(failure)
             if isinstance(failure, OSError):

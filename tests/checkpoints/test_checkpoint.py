@@ -132,6 +132,7 @@ def modules(**paths):
         ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
+        ("1_Pooling/config.json", {"pooling_mode": []}, "pooling by no mode of .* is not supported"),
         (
             "modules.json",
             [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}],
@@ -401,6 +402,7 @@ def test_fingerprint_is_another_than_before_a_mend_that_changed_answers(
     tmp_path, tiny_checkpoint, config, is_other
 ):
     # The digest of before: names and digests of files, and the architecture.
+    write_json(tmp_path / "config.json", config)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = hashlib.sha256(b"model.safetensors" + hashlib.sha256(b"weights").digest())
     before.update(json.dumps(config, sort_keys=True).encode())

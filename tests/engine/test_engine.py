@@ -19,14 +19,16 @@ from core_models import (
 from families import CASES, write_family
 
 from attncache_core import native
+from attncache_core.calibration.damage import model_for_damage
+from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.engine import loading
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.errors import CorruptDatabase, InvalidInput, NoClassifier, UnsupportedModel
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import class_scores
+from attncache_core.models import load
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
@@ -129,16 +131,31 @@ def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, me
 def test_model_whose_files_change_while_they_are_read_is_refused(tmp_path, monkeypatch, path):
     checkpoint = read_checkpoint(write_model(tmp_path))
 
-    def changed_behind(*arguments, real=loading.load_model, **options):
-        model = real(*arguments, **options)
+    def changed_behind(*arguments, real=load.load_embedding_head):
         (tmp_path / path).write_bytes((tmp_path / path).read_bytes() + b" ")
-        return model
+        return real(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loading, "load_model", changed_behind)
+        patched.setattr(load, "load_embedding_head", changed_behind)
         with pytest.raises(UnsupportedModel, match="changed since they were first read") as refused:
             PrefillEngine.load(checkpoint)
     assert refused.value.field == "model"
+
+
+def test_model_whose_configuration_changed_since_it_was_described_is_refused(tmp_path):
+    checkpoint = read_checkpoint(write_model(tmp_path))
+    write_json(tmp_path / "config.json", checkpoint.config | {"layer_norm_eps": 0.5})
+    with pytest.raises(UnsupportedModel, match="changed since they were first read"):
+        PrefillEngine.load(checkpoint)
+    assert PrefillEngine.load(read_checkpoint(tmp_path)).embed(["one"]).shape == (1, 32)
+
+
+def test_model_that_is_loaded_again_to_measure_damage_is_refused_if_its_files_changed(tmp_path):
+    checkpoint = replace(read_checkpoint(write_model(tmp_path)), quantization=Quantization.INT8)
+    engine = PrefillEngine.load(checkpoint)
+    write_model(tmp_path, seed=1)
+    with pytest.raises(UnsupportedModel, match="changed since they were first read"):
+        model_for_damage(engine)
 
 
 def test_encoder_without_a_classifier_has_no_classes_and_a_classifier_no_embeddings(tiny_engine, classifier):

@@ -167,6 +167,7 @@ OTHER_FAMILY = r"other-model is of the family .*; served are: .*\bbert\b"
         ({"model_type": None}, OTHER_FAMILY),
         ({"model_type": ["bert"]}, OTHER_FAMILY),
         ({"is_decoder": True}, r"other-model is an encoder that was trained to decode \(is_decoder in"),
+        ({"is_causal": True}, r"other-model is an encoder that was trained to decode \(is_causal in"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import CLS, SEP, new_objects, prefill, random_sequences
+from core_models import CLS, SEP, new_objects, prefill, random_sequences, write_json
 from core_reference import reference_logits
 from families import CASES, DECODERS, FAMILIES, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
@@ -209,6 +209,25 @@ def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguo
     checkpoint = read_checkpoint(write_family(tmp_path, config(**sizes, use_bidirectional_attention=True)))
     with pytest.raises(UnsupportedModel, match="use_bidirectional_attention is not served"):
         load_model(checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changes", "message"),
+    [
+        (None, {"intermediate_size": 65}, r"layers\.0\.mlp\.down_proj\.weight of .* by config\.json$"),
+        (
+            ["a", "b", "c"],
+            {"id2label": {"0": "a", "1": "b"}},
+            r"score\.weight .* name all classes",
+        ),
+    ],
+)
+def test_weights_of_another_shape_than_the_configuration_says_are_named(tmp_path, labels, changes, message):
+    folder = write_family(tmp_path, LlamaConfig(**SIZES), labels=labels)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", config | {"label2id": None} | changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(read_checkpoint(folder), torch.float32)
 
 
 def test_code_that_a_model_names_is_not_run_and_the_log_says_so(tmp_path, caplog):

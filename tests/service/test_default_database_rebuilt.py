@@ -11,7 +11,7 @@ import httpx
 import pytest
 from raw_http import wait_until
 
-from attncache_core import AttentionDatabase, BuildFailed, default_corpus
+from attncache_core import AttentionDatabase, BuildFailed, UnsupportedModel, default_corpus
 from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.runtime.files import locked
 from service.loading import engines
@@ -180,7 +180,8 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
 
 def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_path, monkeypatch):
     settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", cache_dir=tmp_path, min_gain=0)
-    slept, failures = [], [BuildFailed("no space"), OSError("no process")]
+    failures = [BuildFailed("no space"), OSError("no process"), UnsupportedModel("files were changed")]
+    slept = []
     read_only = [OSError(errno.EROFS, "Read-only file system", str(tmp_path))]
 
     def set_aside(*_):
@@ -203,6 +204,7 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
         f"there is no new default database: {tmp_path}: Read-only file system{remedy}",
         "there is no new default database: no space",
         f"there is no new default database: a file: no process{remedy}",
+        "there is no new default database: files were changed",
     ]
-    assert slept == [60, 60, 120]
+    assert slept == [60, 60, 120, 240]
     assert second.map_reuse is not None
