@@ -321,7 +321,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             f"model folder {folder} has modules that are not supported: {', '.join(unknown)}", field="model"
         )
     is_repeated = any(kinds.count(kind) > 1 for kind in ("Transformer", "LogitScore", "Pooling"))
-    is_sorted = kinds == sorted(kinds, key=_MODULES.index)
+    is_sorted = kinds == sorted(kinds, key=_MODULES.index) and kinds[:1] in ([], ["Transformer"])
     if is_repeated or not is_sorted or ("Dense" in kinds and "Pooling" not in kinds):
         raise UnsupportedModel(
             f"model folder {folder} has its modules in the order {', '.join(kinds)}; supported are "

@@ -139,6 +139,7 @@ def modules(**paths):
             "Dense",
         ),
         ("modules.json", modules(Transformer=""), "has no Pooling"),
+        ("modules.json", modules(Pooling="1_Pooling"), "in the order Pooling; supported are Transformer"),
         (
             "modules.json",
             modules(Transformer="", Pooling="1_Pooling", Pooling_="1_Pooling"),
