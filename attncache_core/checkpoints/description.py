@@ -68,6 +68,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     listed = _modules(folder)
     modules = dict(listed)
     transformer = folder / modules.get("Transformer", "")
+    _require_files_of_lfs(transformer)
     config = read_json(transformer / "config.json")
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{transformer / 'config.json'} is not a JSON object", field="model")
@@ -158,6 +159,22 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     )
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def _require_files_of_lfs(folder: Path) -> None:
+    """Raise UnsupportedModel if the folder was cloned without Git LFS, which keeps large files elsewhere."""
+    for path in sorted(folder.glob("*")):
+        if path.suffix in (".json", ".model", ".safetensors") and path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise UnsupportedModel(
+                        f"{path} is only a pointer of Git LFS to the file; install git-lfs, and run git lfs "
+                        "pull in the model's folder",
+                        field="model",
+                    )
+
+
 # The names under which sentence-transformers looks for the settings of its Transformer module, in its order.
 _SETTINGS = tuple(
     f"sentence_{family}_config.json"
@@ -201,10 +218,11 @@ def _settings(folder: Path) -> dict[str, Any]:
     longest = of_calls.pop("max_length", None)
     if of_calls.get("truncation") in (True, "longest_first", "only_first"):
         del of_calls["truncation"]
-    lengths = (key for key in ("query_length", "document_length", "query_expansion") if settings.get(key))
-    if refused := sorted([*(of_calls.keys() - _OF_CALLS), *lengths]):
+    others = ("query_length", "document_length", "query_expansion", "tokenizer_name_or_path")
+    refused = of_calls.keys() - _OF_CALLS | {name for name in others if settings.get(name)}
+    if refused:
         raise UnsupportedModel(
-            f"settings in {name} of model folder {folder} are not supported: {', '.join(refused)}; remove "
+            f"settings in {name} of model folder {folder} are not supported: {', '.join(sorted(refused))}; remove "
             "them, and write the length of the longest text into max_seq_length",
             field="model",
         )

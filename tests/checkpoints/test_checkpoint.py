@@ -107,6 +107,7 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
 
 
 SETTINGS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
 USUAL_TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
@@ -130,6 +131,8 @@ def modules(**paths):
         ("config.json", b"{", "config.json cannot be read as JSON"),
         ("config.json", b"\xff\xfe", "config.json cannot be read as JSON"),
         ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
+        ("model.safetensors", LFS_POINTER, "model.safetensors is only a pointer of Git LFS"),
+        ("tokenizer.json", LFS_POINTER, "tokenizer.json is only a pointer of Git LFS"),
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": []}, "pooling by no mode of .* is not supported"),
@@ -167,6 +170,7 @@ def modules(**paths):
             "not supported: add_special_tokens; remove",
         ),
         (SETTINGS, {"query_length": 8}, "not supported: query_length"),
+        (SETTINGS, {"tokenizer_name_or_path": "other"}, "not supported: tokenizer_name_or_path"),
         (SETTINGS, {"max_seq_length": "64"}, "max_seq_length .* a whole number"),
         (SETTINGS, usual_outputs(message=USUAL_TEXT), "into the tokenizer's chat template"),
         (
