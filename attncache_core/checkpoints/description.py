@@ -222,8 +222,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     refused = of_calls.keys() - _OF_CALLS | {name for name in others if settings.get(name)}
     if refused:
         raise UnsupportedModel(
-            f"settings in {name} of model folder {folder} are not supported: {', '.join(sorted(refused))}; remove "
-            "them, and write the length of the longest text into max_seq_length",
+            f"settings in {name} of model folder {folder} are not supported: {', '.join(sorted(refused))}; "
+            "remove them, and write the length of the longest text into max_seq_length",
             field="model",
         )
     task = settings.get("transformer_task", "feature-extraction")
