@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
-from pydantic import ConfigDict
 
 from attncache_core.calibration.thresholds import CONFIDENCE, MIN_PROBES, share_bound, upper_bounds
 from attncache_core.errors import InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import FLOOR_SHARE, Budget
+from attncache_core.runtime.stored import Stored
 
 
 @dataclass(frozen=True)
-class Quality:
+class Quality(Stored):
     """How near the answers of a way are to the reference, by a measure: cosine, or agreement of decisions."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     mean: float  # over the texts
     lower_bound: float  # of the mean, with 95 % confidence

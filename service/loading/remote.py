@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, SecretStr, TypeAdapter, ValidationError
+from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from attncache_core import (
     AttentionDatabase,
@@ -57,6 +57,7 @@ from attncache_core.reuse.maps.publishing import (
     workspace,
 )
 from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
+from attncache_core.runtime.stored import Stored
 from service.errors import reason_of
 from service.objects import RANGE_BYTES, ObjectFolder, without_secrets
 from service.settings import Settings
@@ -84,10 +85,8 @@ class PushedFile:
 
 
 @dataclass(frozen=True)
-class Pointer:
+class Pointer(Stored):
     """The content of the pointer."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     id: str  # of the database
     files: dict[str, PushedFile]  # path in the folder of the database -> content

@@ -13,9 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
-
-from pydantic import ConfigDict
+from typing import Self
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
@@ -30,15 +28,14 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import current_generation
 from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.policy import Budget
+from attncache_core.runtime.stored import Stored
 
 _HELD_OUT = 10  # a build holds out one of so many texts
 
 
 @dataclass(frozen=True)
-class Built:
+class Built(Stored):
     """A database that was built."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     folder: str  # its name
     manifest: str  # SHA-256 of manifest.json, which changes with policy, mask and generation

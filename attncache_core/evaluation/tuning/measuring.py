@@ -16,10 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
-from pydantic import ConfigDict
 
 from attncache_core.calibration.gain import BATCH_SEQUENCES, BATCH_TOKENS
 from attncache_core.calibration.quality import Quality
@@ -32,6 +30,7 @@ from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.vectors import require_finite
+from attncache_core.runtime.stored import Stored
 from attncache_core.text.prefix_tree import added_tokens
 
 _ALONE = 24  # texts that are timed alone
@@ -39,10 +38,8 @@ _EXACT, _WAY = "exact", "way"
 
 
 @dataclass(frozen=True)
-class MeasuredWay:
+class MeasuredWay(Stored):
     """The figures of a way on the measuring texts, in the run in which it alternated with the exact model."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     way: Way
     quality: Quality

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.tuning.databases import Built
@@ -19,15 +19,14 @@ from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.files import write_whole
+from attncache_core.runtime.stored import Stored
 
 _FORMAT_VERSION = 2  # raised too if a figure is computed in another way
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Stored):
     """A measured way, and the database that was built for it."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     measured: MeasuredWay
     of_maps: Budget | None = None  # None: the way reuses no maps, or those of the operator's database
@@ -40,10 +39,8 @@ class Kept:
 
 
 @dataclass
-class _Content:
+class _Content(Stored):
     """The content of the file."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     inputs: dict[str, Any]
     # kind of part -> layers, the least important first

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from attncache_core.checkpoints.checkpoint import Checkpoint, DroppedLayers, Quantization
 from attncache_core.errors import InvalidInput
+from attncache_core.runtime.stored import Stored
 
 # The ways that an operator may choose from; quantisations have the names of --quantize.
 WAYS = ("dtype", *(kind.value for kind in Quantization), "attention", "blocks", "maps")
@@ -27,10 +26,8 @@ KINDS = ("dtype", "quantization", "attention", "blocks", "maps")
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Stored):
     """A way to run a model. Layers are numbered from 0 in the checkpoint's order, ascending."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     dtype: Literal["bfloat16", "float32"] | None = None  # None: the operator's dtype
     quantization: Quantization | None = None

@@ -25,6 +25,7 @@ from attncache_core.errors import InvalidInput
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.files import locked_within, write_whole
+from attncache_core.runtime.stored import Stored
 
 FORMAT = 2
 # A ratio pays if a blended answer takes at most this share of the time of an exact one, alone and under load.
@@ -105,10 +106,8 @@ def _shape(spans: Sequence[tuple[int, int]], tokens: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class BlendGate:
+class BlendGate(Stored):
     """Which ratios keep the budget of a model."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     fingerprint: str  # of the engine that was measured, see PrefillEngine.fingerprint
     budget: Budget

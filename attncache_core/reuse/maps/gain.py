@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from attncache_core.reuse.maps.info import GainInfo, GroupGainInfo
 from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.runtime.stored import Stored
 
 MAX_KEPT = 16  # measurements in the file
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Stored):
     """How much faster passes are with reuse: seconds without reuse / seconds with reuse - 1.
 
     The median of pairs of passes, and the bound that the true median keeps with 95 % confidence.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     one_text: float  # in batches of one text
     one_text_bound: float
@@ -37,10 +36,8 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class MeasuredGain:
+class MeasuredGain(Stored):
     """The gains measured on one machine, and the length groups that were chosen to reuse maps there."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     circumstances: dict[str, Any]  # processor, threads, versions, mask, policy
     min_gain: float  # least gain of a group that reuses

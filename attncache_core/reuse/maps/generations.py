@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from attncache_core.errors import CorruptDatabase, DatabaseRefused
 from attncache_core.runtime.files import when_written
+from attncache_core.runtime.stored import Stored
 
 # The generation that serves, and the one before it.
 KEPT_GENERATIONS = 2
@@ -58,10 +59,8 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True)
-class Renewal:
+class Renewal(Stored):
     """One line of renewals.jsonl. It holds figures, a digest of corpus and options, and nothing of a text."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     time: str  # UTC
     result: Result

@@ -11,10 +11,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.errors import CorruptDatabase, DatabaseRefused
@@ -23,6 +23,7 @@ from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.reuse.mask import ReuseMask, head_order
 from attncache_core.reuse.storage.layout import MapForm, RecordKind
 from attncache_core.runtime.files import write_whole
+from attncache_core.runtime.stored import Stored
 
 FORMAT_VERSION = 4
 # A database of version 3 has no refitted weights, and is otherwise the same.
@@ -30,10 +31,8 @@ _READABLE = {"format_version": (3, FORMAT_VERSION), "maps_version": (MAPS_VERSIO
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Stored):
     """The content of a manifest."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     id: str  # id of the database, made from its key: see seal.Seal
     fingerprint: str  # of the model, tokenizer and quantisation that made the maps

@@ -14,26 +14,23 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
-from pydantic import ConfigDict
 
 from attncache_core import native
 from attncache_core.heads.comparator import Measure
 from attncache_core.native.search import NativePolicy
 from attncache_core.reuse.maps.info import BudgetInfo, GroupInfo, PolicyInfo
 from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.runtime.stored import Stored
 
 # The floor of a budget is a bound on the 1st percentile.
 FLOOR_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Stored):
     """The quality that hits must keep: a mean over all hits and, for cosine, a floor for nearly all hits."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     measure: Measure
     least: float  # lower bound on the mean of the measure over hits
@@ -73,14 +70,12 @@ _NEVER = 2.0
 
 
 @dataclass(frozen=True)
-class KindPolicy:
+class KindPolicy(Stored):
     """When records of one kind may serve: the threshold θ, and the expected damage by similarity.
 
     The expected damage is a curve through points. It is linear between points, and constant before the first
     point and after the last point. Without points it is 1 - similarity.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     threshold: float  # θ: the least similarity of a hit; above 1: no record hits
     similarities: tuple[float, ...] = ()  # of the curve's points, ascending
@@ -107,10 +102,8 @@ class KindPolicy:
 
 
 @dataclass(frozen=True)
-class LengthGroup:
+class LengthGroup(Stored):
     """The policy of the sequences with more tokens than the previous group's maximum, up to `longest`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     longest: int  # tokens
     kinds: dict[RecordKind, KindPolicy]
@@ -187,10 +180,8 @@ MAX_STEPS = 6  # from this step on, nothing hits any more
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(Stored):
     """How often each part of a policy was tightened since its calibration."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     groups: tuple[int, ...]  # steps of each length group
     limit: int  # steps of the limit of strangeness
@@ -209,10 +200,8 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class StrangenessLimit:
+class StrangenessLimit(Stored):
     """The strangeness above which a text reuses nothing; familiarity.py defines strangeness."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     strangest: float  # strangeness of the strangest text that may hit
     usual: float  # median strangeness of the calibration texts
@@ -238,10 +227,8 @@ class StrangenessLimit:
 
 
 @dataclass(frozen=True)
-class ReusePolicy:
+class ReusePolicy(Stored):
     """A budget, and the thresholds that calibration found to keep the budget."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     budget: Budget
     groups: tuple[LengthGroup, ...]  # ascending by `longest`; the last group also takes all longer sequences

@@ -17,23 +17,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.policy import ReusePolicy, Steps
 from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, windows_of
 from attncache_core.runtime.files import locked_within, remove_unfinished, when_written, write_whole
+from attncache_core.runtime.stored import Stored
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tightened:
+class Tightened(Stored):
     """The findings about one policy: its steps, and the last verified hits of each window."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     steps: Steps
     windows: tuple[tuple[Window, tuple[float, ...]], ...] = ()  # fidelities, oldest first; nan is allowed
@@ -59,14 +58,12 @@ class Tightened:
 
 
 @dataclass(frozen=True)
-class _File:
+class _File(Stored):
     """The content of tightened.json.
 
     Findings are stored per policy, so a server that still runs with an older policy of the database and a
     server with a newer policy do not overwrite each other's steps.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     format_version: Literal[1]
     policies: dict[str, Tightened]  # ReusePolicy.digest of the calibrated policy -> findings

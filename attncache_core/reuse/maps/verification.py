@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
-from typing import ClassVar
 
 import numpy as np
 import scipy
-from pydantic import ConfigDict
 
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
+from attncache_core.runtime.stored import Stored
 
 WINDOW_HITS = 200  # number of verified hits in a full window
 _MIN_FOR_A_MEAN = 50  # hits; the mean of fewer hits says little
@@ -35,10 +34,8 @@ class Band(StrEnum):
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Stored):
     """The verified hits that count together: hits of one group and band under one state of the policy."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     place: int  # index of the length group; the field's name is part of the format of tightened.json
     band: Band
