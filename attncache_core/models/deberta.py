@@ -20,8 +20,7 @@ from attncache_core.heads.pooling import Pooler
 from attncache_core.models.bert import BERT
 from attncache_core.models.encoder import encoder
 from attncache_core.models.layer import Dropped
-from attncache_core.models.model import PackedModel
-from attncache_core.models.outputs import Head
+from attncache_core.models.model import Head, PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
 from attncache_core.native.stack_layers import DistanceTerm

@@ -29,8 +29,7 @@ from attncache_core.models.layer import (
     output_projection,
 )
 from attncache_core.models.linear import ActivatedLinear
-from attncache_core.models.model import PackedModel
-from attncache_core.models.outputs import Head, Outputs
+from attncache_core.models.model import Head, Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections, QueryKeyValue
 from attncache_core.models.rotary import LayerRotary
 from attncache_core.models.scores import ScoreTerms

@@ -22,8 +22,7 @@ from attncache_core.models.layer import (
     output_projection,
 )
 from attncache_core.models.linear import Norm, activated_linear, packed, packed_linear
-from attncache_core.models.model import PackedModel
-from attncache_core.models.outputs import Head, Outputs
+from attncache_core.models.model import Head, Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
 
