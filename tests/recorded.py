@@ -7,9 +7,8 @@ import pytest
 import torch
 from core_models import SEAL, random_sequences
 
-from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.recording import Recording
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.policy import Budget, uniform_policy

@@ -11,8 +11,8 @@
       5 index        write the features of every record, held-out ones included    recording.features
       6 manifest     write the options, the report and the digests of the files
 
-Stages that need the inputs of the first layer share `first_inputs`, which computes each input once. `options`
-holds the operator's choices. `default` builds the database of a server that has none.
+Stages that need the inputs of the first layer share one `FirstInputs`, which computes each input once.
+`options` holds the operator's choices. `default` builds the database of a server that has none.
 
 With `synthetic_only`, stage 2 writes the maps of the sentences to a folder that is removed in the end. The
 database holds only the prototypes: stage 4 lets nothing be searched, and stage 5 writes nothing.
@@ -39,13 +39,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.head_damage import measure_head_damage
 from attncache_core.build.options import MAX_SEED, BuildOptions, default_budget
 from attncache_core.build.quality import donor_distances
 from attncache_core.build.recording import Recording, smallest_form
 from attncache_core.build.refitting import Refitting
-from attncache_core.build.sentences import split
+from attncache_core.build.sentences import FirstInputs, split
 from attncache_core.build.training import pair_groups, train_projector
 from attncache_core.calibration.calibrate import Calibration, Progress, calibrate
 from attncache_core.calibration.damage import damage_of_each, reuse_rank

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from attncache_core.build.first_inputs import FirstInputs
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences
 from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress
 from attncache_core.calibration.damage import joint_damage, model_for_damage
 from attncache_core.calibration.substitution import paired

@@ -9,8 +9,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from attncache_core.build.first_inputs import FirstInputs
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences
 from attncache_core.build.training import ALPHA, map_distances, masked_maps
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import ReuseMask

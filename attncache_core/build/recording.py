@@ -16,8 +16,7 @@ import faiss
 import numpy as np
 import torch
 
-from attncache_core.build.first_inputs import FirstInputs, require_finite
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences, require_finite
 from attncache_core.calibration.substitution import token_passes, traced_forward
 from attncache_core.models import PackedModel
 from attncache_core.reuse.maps.projector import FeatureProjector

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from attncache_core.build.first_inputs import FirstInputs
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.errors import BuildFailed
 from attncache_core.reuse.maps.projector import FeatureProjector

@@ -11,9 +11,8 @@ from core_models import SEAL, random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.recording import Recording
-from attncache_core.build.sentences import Sentences
+from attncache_core.build.sentences import FirstInputs, Sentences
 from attncache_core.calibration.substitution import collect_maps
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import head_order, natural_rank
