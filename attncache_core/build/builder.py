@@ -54,6 +54,7 @@ from attncache_core.corpus import CorpusSentence, unfamiliar_texts
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, CorruptDatabase, InvalidInput
 from attncache_core.heads.comparator import Measure
+from attncache_core.models.refitted import write_refitted
 from attncache_core.models.variant import is_count
 from attncache_core.native import MAPS_VERSION
 from attncache_core.reuse.maps.database import AttentionDatabase, write_decisions
@@ -64,7 +65,6 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION, Manifest, use_of
 from attncache_core.reuse.maps.policy import uniform_policy
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
-from attncache_core.reuse.maps.refitted import write_refitted
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask, mildest_mask, natural_rank, parse_heads
 from attncache_core.reuse.storage.layout import MapForm, RecordLayout

@@ -19,6 +19,7 @@ from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.heads.comparator import Measure
+from attncache_core.models.refitted import REFITTED, write_refitted
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.generations import current_generation
@@ -27,7 +28,6 @@ from attncache_core.reuse.maps.manifest import Manifest, use_of
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import forget_tightened
 from attncache_core.reuse.maps.publishing import renewing
-from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.runtime.files import remove_unfinished
 

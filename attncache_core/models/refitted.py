@@ -3,23 +3,30 @@
     original layer   output projection and second feed-forward matrix   misses and recorded texts
     refitted layer   the same layer with both replaced                  hits on records of other texts
 
-build/refitting.py fits the weights, and reuse/maps/refitted.py keeps them in a database. Q, K, V and the
-first feed-forward matrix are those of the original layer, so refitted weights cost memory and no time.
+build/refitting.py fits the weights, and a database keeps them in a file. Q, K, V and the first feed-forward
+matrix are those of the original layer, so refitted weights cost memory and no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from attncache_core.checkpoints.checkpoint import Quantization
+from attncache_core.errors import CorruptDatabase
 from attncache_core.models.layer import AttentionLayer, Network
 from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear, quantizing
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LinearWeights, head_rows
+from attncache_core.runtime.files import write_whole
+
+REFITTED = "refitted.safetensors"  # in the folder of a database
 
 
 class LastProducts(NamedTuple):
@@ -80,6 +87,36 @@ def refitted_alone(
     """Return a model with these products in the place of its own. Raises ValueError as with_refitted does."""
     with quantizing(quantization):
         return replace(model, layers=_refitted_layers(model, products))
+
+
+def write_refitted(folder: Path, products: Sequence[LastProducts] | None) -> None:
+    """Write the weights of all layers to the database `folder`; None: remove weights. Raises OSError."""
+    path = folder / REFITTED
+    if products is None:
+        path.unlink(missing_ok=True)
+        return
+    tensors = {}
+    for name in LastProducts._fields:
+        layers: list[LinearWeights] = [getattr(layer, name) for layer in products]
+        tensors[f"{name}.weight"] = torch.stack([layer.weight for layer in layers])
+        tensors[f"{name}.bias"] = torch.stack([layer.bias for layer in layers if layer.bias is not None])
+    write_whole(path, save(tensors))
+
+
+def read_refitted(path: Path) -> list[LastProducts]:
+    """Read the weights of all layers from a file. Raises CorruptDatabase."""
+    try:
+        tensors = load_file(path)
+        parts = [
+            [
+                LinearWeights(*weights)
+                for weights in zip(tensors[f"{name}.weight"], tensors[f"{name}.bias"], strict=True)
+            ]
+            for name in LastProducts._fields
+        ]
+        return [LastProducts(*products) for products in zip(*parts, strict=True)]
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CorruptDatabase(f"{path} cannot be read", field="database") from error
 
 
 def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> list[AttentionLayer]:

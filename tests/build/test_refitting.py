@@ -17,10 +17,16 @@ from attncache_core.calibration.probes import find_probes, measure
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import CorruptDatabase
 from attncache_core.heads.comparator import Measure
-from attncache_core.models.refitted import last_products, refittable_layers, refitted_alone
+from attncache_core.models.refitted import (
+    REFITTED,
+    last_products,
+    read_refitted,
+    refittable_layers,
+    refitted_alone,
+    write_refitted,
+)
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.policy import Budget
-from attncache_core.reuse.maps.refitted import REFITTED, read_refitted, write_refitted
 from attncache_core.reuse.mask import mildest_mask
 from attncache_core.reuse.storage.layout import RecordKind
 

@@ -5,7 +5,7 @@
     DIR/projector.safetensors     the feature projector (projector.py)
     DIR/prototypes.safetensors    feature vectors of the synthetic records of all lengths (prototypes.py)
     DIR/familiarity-<digest>.safetensors    familiarity test and token counts of the corpus (familiarity.py)
-    DIR/refitted.safetensors      the weights that hits take, if they have their own (refitted.py)
+    DIR/refitted.safetensors      the weights that hits take, if they have their own (models/refitted.py)
     DIR/index/<length>.faiss      feature vectors of the recorded sentences (index.py)
     DIR/maps/<length>.maps        records (storage/layout.py)
     DIR/decisions-<digest>/       the classifier whose decisions the budget is about, if there is one
@@ -41,7 +41,7 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
-from attncache_core.models.refitted import LastProducts
+from attncache_core.models.refitted import REFITTED, LastProducts, read_refitted
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
 from attncache_core.reuse.maps.generations import (
@@ -68,7 +68,6 @@ from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.reuse.maps.policy_state import kept_steps
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
-from attncache_core.reuse.maps.refitted import REFITTED, read_refitted
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask, parse_heads, require_stored_heads
 from attncache_core.reuse.storage.layout import RecordLayout

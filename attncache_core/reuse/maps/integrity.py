@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core.errors import CorruptDatabase
+from attncache_core.models.refitted import REFITTED
 from attncache_core.reuse.maps.familiarity import familiarity_name
 from attncache_core.reuse.maps.index import index_path
 from attncache_core.reuse.maps.prototypes import prototypes_path
-from attncache_core.reuse.maps.refitted import REFITTED
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.segment import Segment
