@@ -25,6 +25,7 @@ import orjson
 
 from attncache_core.calibration.gain import BATCH_TOKENS
 from attncache_core.calibration.quality import Quality, texts_needed
+from attncache_core.corpus.reading import neighbours
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
@@ -247,7 +248,7 @@ class _Measuring:
         threads = self._engine.parallel_runs
         ends = list(accumulate(len(sequence.ids) for sequence in sequences))
         count = max(2 * threads, bisect_right(ends, _LOADED_TOKENS))
-        batches = list(_batches(sequences[:count]))
+        batches = list(neighbours(sequences[:count], lambda each: len(each.ids), BATCH_TOKENS))
         shares: dict[float, list[float]] = {ratio: [] for ratio in self._ratios}
         with ThreadPoolExecutor(threads) as pool:
 
@@ -285,17 +286,6 @@ class _Measuring:
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
         plan = engine.tokenizer.default_prompt.sequence_plans[0]
         return PrefillRequest(sequence.ids, False, plan, prefix_key, blend=blend)
-
-
-def _batches(sequences: Sequence[Segmented]) -> Iterator[list[Segmented]]:
-    """Yield neighbours of at most BATCH_TOKENS tokens together; more than that stands alone."""
-    batch: list[Segmented] = []
-    for sequence in sequences:
-        if batch and sum(len(waiting.ids) for waiting in batch) + len(sequence.ids) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(sequence)
-    yield batch
 
 
 def _of_ratio(

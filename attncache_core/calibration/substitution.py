@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from attncache_core.corpus.reading import neighbours
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
@@ -37,20 +38,12 @@ class ProbeBatch:
 
 
 def token_passes(lengths: Sequence[int], tokens: int = _TOKENS_PER_PASS) -> Iterator[list[int]]:
-    """Yield the indices of sequences, sorted by length, in lists of at most `tokens` tokens.
+    """Return the indices of sequences, sorted by length, in lists of at most `tokens` tokens.
 
     A sequence that is longer than `tokens` is alone in its list.
     """
-    run: list[int] = []
-    total = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if run and total + lengths[index] > tokens:
-            yield run
-            run, total = [], 0
-        run.append(index)
-        total += lengths[index]
-    if run:
-        yield run
+    ordered = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return neighbours(ordered, lengths.__getitem__, tokens)
 
 
 # Called with (layer, group, maps [n, heads, L, L]). The callee may change the maps in place.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,6 +81,21 @@ def spread(items: Sequence[T], maximum: int) -> list[T]:
     """Return at most `maximum` items, equally spaced, because neighbours in a file are often alike."""
     indices = np.linspace(0, len(items) - 1, min(maximum, len(items))).round().astype(int)
     return [items[index] for index in indices]
+
+
+def neighbours(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield neighbouring items in lists with a total size of at most `most`; a larger item stands alone."""
+    found: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if found and total + size > most:
+            yield found
+            found, total = [], 0
+        found.append(item)
+        total += size
+    if found:
+        yield found
 
 
 def _path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, overload
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.template import Template, Text
+from attncache_core.corpus.reading import neighbours
 from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.text.fast_tokenizer import read_fast_tokenizer
 from attncache_core.text.limits import (
@@ -369,7 +370,7 @@ class TextTokenizer:
         that open and close a sequence. Raises InvalidInput if the tokenizer cannot read a text.
         """
         first = 0
-        for part in _parts(texts):
+        for part in neighbours(texts, len, _CHARACTERS_AT_ONCE):
             if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:  # keeps the lock
                 encodings = [encoded(self._tokenizer, part[0], field_of(first), special=special)]
             else:
@@ -474,17 +475,3 @@ def continued(
             raise too_many(tokens, max_total_tokens, "labels" if continuation_tokens else "inputs")
         read.append(ids)
     return [[*ids, *plan.continuation] if plan.continuation else ids for ids in read for plan in plans]
-
-
-def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Split texts into lists of at most _CHARACTERS_AT_ONCE characters; a longer text stands alone."""
-    part: list[str] = []
-    characters = 0
-    for text in texts:
-        if part and characters + len(text) > _CHARACTERS_AT_ONCE:
-            yield part
-            part, characters = [], 0
-        part.append(text)
-        characters += len(text)
-    if part:
-        yield part

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.corpus.reading import neighbours
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import InvalidSettings, NoKeyValues
@@ -69,7 +70,7 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
     started = logged = time.monotonic()
     chosen = [_chosen(engine, line, settings, f"{settings.warm}, line {number}") for number, line in lines]
     done = 0
-    for batch in _batches(chosen, settings.max_batch_tokens):
+    for batch in neighbours(chosen, lambda each: each.tokens, settings.max_batch_tokens):
         engine.run([request for prompt in batch for request in prompt.requests(engine)])
         for prompt, (_, line) in zip(batch, lines[done:], strict=False):
             for prefix_key in prompt.prefix_key(engine) if line.pin else ():
@@ -125,18 +126,6 @@ def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: st
         )
     except InvalidInput as error:
         raise _refused(f"{where}: {error}") from error
-
-
-def _batches(chosen: Sequence[Chosen], max_total_tokens: int) -> Iterator[list[Chosen]]:
-    """Yield neighbours of at most `max_total_tokens` tokens together; more than that stands alone."""
-    batch: list[Chosen] = []
-    for prompt in chosen:
-        if batch and sum(each.tokens for each in batch) + prompt.tokens > max_total_tokens:
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
 
 
 def _refused(sentence: str) -> InvalidSettings:
