@@ -284,16 +284,7 @@ async def capacity(call: CurrentCall) -> Response:
     )
     return json_response(
         {
-            **asdict(plan),
-            "session_bytes": plan.session_bytes,
-            "memory_sessions": plan.memory_sessions,
-            "disk_sessions": plan.disk_sessions,
-            "sessions": plan.sessions,
-            "full_bytes": plan.full_bytes,
-            "capacity_ratio": plan.capacity_ratio,
-            "memory_cost": plan.memory_cost,
-            "disk_cost": plan.disk_cost,
-            "cost": plan.cost,
+            **plan.figures(),
             **({} if devices is None else {"device": _device(serving, devices, planned)}),
         }
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 _BYTES_PER_GB = 10**9
 
@@ -31,8 +31,7 @@ def window_length(capacity_bytes: float, session_bytes: float) -> int:
 class CapacityPlan:
     """What a store can hold, compared with what its sessions need (section 4.3.6).
 
-    The unit of time of `distinct_sessions` is the time to live of an entry. Prices are in $ per hour and GB
-    (10⁹ bytes). A cost is None if its price is not given.
+    The unit of time of `distinct_sessions` is the time to live of an entry. A GB is 10⁹ bytes.
     """
 
     bytes_per_token: int
@@ -43,59 +42,37 @@ class CapacityPlan:
     memory_price: float | None = None  # $ per GB and hour
     disk_price: float | None = None  # $ per GB and hour
 
-    @property
-    def session_bytes(self) -> int:
-        """CCpS: the bytes of a session that fills the context window."""
-        return self.context_window * self.bytes_per_token
+    def figures(self) -> dict[str, float | None]:
+        """Return the plan and what follows from it, by name.
 
-    @property
-    def memory_sessions(self) -> int:
-        """Sessions of `session_bytes` that fit into memory."""
-        return window_length(self.memory_bytes, self.session_bytes)
-
-    @property
-    def disk_sessions(self) -> int:
-        """Sessions of `session_bytes` that fit on disk."""
-        return window_length(self.disk_bytes, self.session_bytes)
-
-    @property
-    def sessions(self) -> int:
-        """Sessions of `session_bytes` that fit into memory and disk together."""
-        return window_length(self.memory_bytes + self.disk_bytes, self.session_bytes)
-
-    @property
-    def full_bytes(self) -> int:
-        """CCpUT: the bytes at which every session of a unit of time stays in the store."""
-        return self.distinct_sessions * self.session_bytes
-
-    @property
-    def capacity_ratio(self) -> float | None:
-        """RCC / CCpUT, with the capacity of both tiers as RCC. None if there are no sessions.
-
-        The paper measures a hit rate of 51 % at a ratio of 0.1, and of 98 % at 0.25.
+        session_bytes: CCpS, of a session that fills the context window. memory_sessions, disk_sessions,
+        sessions: that fit into memory, on disk, and into both together. full_bytes: CCpUT, at which every
+        session of a unit of time stays in the store. capacity_ratio: RCC / CCpUT, with the capacity of both
+        tiers as RCC; None without sessions. The paper measures a hit rate of 51 % at a ratio of 0.1, and of
+        98 % at 0.25. memory_cost, disk_cost, cost: $ per hour, of the tiers and of both; None if a price is
+        not given.
         """
-        return (self.memory_bytes + self.disk_bytes) / self.full_bytes if self.full_bytes else None
-
-    @property
-    def memory_cost(self) -> float | None:
-        """The price of the memory in $ per hour."""
-        return _cost_per_hour(self.memory_bytes, self.memory_price)
-
-    @property
-    def disk_cost(self) -> float | None:
-        """The price of the disk in $ per hour."""
-        return _cost_per_hour(self.disk_bytes, self.disk_price)
-
-    @property
-    def cost(self) -> float | None:
-        """The price of both tiers in $ per hour; None if either price is not given."""
-        if self.memory_cost is None or self.disk_cost is None:
-            return None
-        return self.memory_cost + self.disk_cost
-
-
-def _cost_per_hour(capacity_bytes: int, price: float | None) -> float | None:
-    return None if price is None else price * capacity_bytes / _BYTES_PER_GB
+        session_bytes, capacity = (
+            self.context_window * self.bytes_per_token,
+            self.memory_bytes + self.disk_bytes,
+        )
+        full_bytes = self.distinct_sessions * session_bytes
+        memory_cost, disk_cost = (
+            None if price is None else price * size / _BYTES_PER_GB
+            for size, price in ((self.memory_bytes, self.memory_price), (self.disk_bytes, self.disk_price))
+        )
+        return {
+            **asdict(self),
+            "session_bytes": session_bytes,
+            "memory_sessions": window_length(self.memory_bytes, session_bytes),
+            "disk_sessions": window_length(self.disk_bytes, session_bytes),
+            "sessions": window_length(capacity, session_bytes),
+            "full_bytes": full_bytes,
+            "capacity_ratio": capacity / full_bytes if full_bytes else None,
+            "memory_cost": memory_cost,
+            "disk_cost": disk_cost,
+            "cost": None if memory_cost is None or disk_cost is None else memory_cost + disk_cost,
+        }
 
 
 class DistinctSessions:

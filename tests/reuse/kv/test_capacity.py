@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from attncache_core.reuse.kv.capacity import CapacityPlan, DistinctSessions, window_length
 
 GB = 10**9
+SESSIONS = ("memory_sessions", "disk_sessions", "sessions")
 
 
 def example_plan(**changes):
-    """LLaMA-13B in the configuration of CachedAttention's evaluation: 128 GB of memory, 10 TB of SSD."""
+    """LLaMA-13B as CachedAttention's evaluation runs it: 128 GB of memory, 10 TB of SSD."""
     values = {
         "bytes_per_token": 819_200,
         "context_window": 4096,
@@ -20,7 +21,7 @@ def example_plan(**changes):
         "disk_bytes": 10_000 * GB,
         "distinct_sessions": 3600,
     }
-    return CapacityPlan(**(values | changes))
+    return CapacityPlan(**(values | changes)).figures()
 
 
 @pytest.mark.parametrize(
@@ -37,26 +38,26 @@ def test_a_window_is_as_long_as_the_sessions_that_fit(capacity, session, length)
 def test_a_plan_has_the_sessions_the_ratio_and_the_cost_of_the_paper():
     plan = example_plan(memory_price=0.0088, disk_price=0.000082)
     # One session: 4096 · 819,200 bytes = 3.355 GB. 128 / 3.355 = 38.1; 10,000 / 3.355 = 2980.2.
-    assert plan.session_bytes == 3_355_443_200
-    assert (plan.memory_sessions, plan.disk_sessions, plan.sessions) == (38, 2980, 3018)
-    assert plan.full_bytes == 3600 * 3_355_443_200
-    assert plan.capacity_ratio == pytest.approx(0.8384, abs=1e-4)
-    assert example_plan(distinct_sessions=0).capacity_ratio is None
+    assert plan["session_bytes"] == 3_355_443_200
+    assert [plan[name] for name in SESSIONS] == [38, 2980, 3018]
+    assert plan["full_bytes"] == 3600 * 3_355_443_200
+    assert plan["capacity_ratio"] == pytest.approx(0.8384, abs=1e-4)
+    assert example_plan(distinct_sessions=0)["capacity_ratio"] is None
     # 128 GB · $0.0088 + 10,000 GB · $0.000082
-    costs = (plan.memory_cost, plan.disk_cost, plan.cost)
-    assert costs == pytest.approx((1.1264, 0.82, 1.9464))
+    costs = [plan[name] for name in ("memory_cost", "disk_cost", "cost")]
+    assert costs == pytest.approx([1.1264, 0.82, 1.9464])
 
 
 def test_sessions_may_use_what_is_left_of_both_tiers():
     plan = example_plan(bytes_per_token=1, context_window=4, memory_bytes=6, disk_bytes=6)
-    assert (plan.memory_sessions, plan.disk_sessions, plan.sessions) == (1, 1, 3)
+    assert [plan[name] for name in SESSIONS] == [1, 1, 3]
 
 
 @pytest.mark.parametrize("prices", [{}, {"memory_price": 0.0088}, {"disk_price": 0.000082}])
 def test_a_plan_without_all_prices_has_no_total_cost(prices):
     plan = example_plan(**prices)
-    assert plan.cost is None
-    assert (plan.memory_cost is None, plan.disk_cost is None) == (
+    assert plan["cost"] is None
+    assert (plan["memory_cost"] is None, plan["disk_cost"] is None) == (
         "memory_price" not in prices,
         "disk_price" not in prices,
     )
