@@ -8,33 +8,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from attncache_core.errors import InvalidInput
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
-from attncache_core.reuse.blend.gate import BlendGate, PromptShapes, read_gate, tighten
+from attncache_core.reuse.blend.gate import BlendGate, read_gate, tighten
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.segments import Segmented
 
 # The value of PrefillEngine.key_values_off if nobody asked for keys and values.
 SWITCHED_OFF = "switched off"
-
-
-@dataclass(frozen=True)
-class BlendInfo:
-    """What is blended, for people and `/info`."""
-
-    ratio: float | None  # None: nothing is blended
-    off: str | None  # why
-    check_layer: int
-    measure: str  # of the budget
-    least: float  # mean of the measure that answers must keep
-    steps: int  # how often verification has tightened the gate
-    separator: str
-    shapes: PromptShapes  # of the prompts that are blended
-    listwise: bool  # whether the gate is for listwise reranking, and not for other prompts
 
 
 class Blending:
@@ -124,19 +110,19 @@ class Blending:
         key_values = self.require(listwise=True)  # of labels, nothing is known here
         return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
 
-    def info(self) -> BlendInfo | None:
-        """Return what is blended; None without a gate."""
+    def info(self) -> dict[str, Any] | None:
+        """Return what is blended, for people and `/info`; None without a gate."""
         gate = self.gate
         if gate is None:
             return None
-        return BlendInfo(
-            gate.ratio,
-            gate.off(),
-            gate.check_layer,
-            gate.budget.measure.value,
-            gate.budget.least,
-            gate.steps,
-            gate.separator,
-            gate.shapes,
-            gate.listwise,
-        )
+        return {
+            "ratio": gate.ratio,  # None: nothing is blended
+            "off": gate.off(),  # why
+            "check_layer": gate.check_layer,
+            "measure": gate.budget.measure.value,
+            "least": gate.budget.least,  # mean of the measure that answers must keep
+            "steps": gate.steps,  # how often verification has tightened the gate
+            "separator": gate.separator,
+            "shapes": asdict(gate.shapes),  # of the prompts that are blended
+            "listwise": gate.listwise,  # whether it is for listwise reranking, and not for other prompts
+        }

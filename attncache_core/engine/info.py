@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attncache_core.engine.blending import BlendInfo
 from attncache_core.reuse.kv.info import KeyValueInfo
-from attncache_core.reuse.maps.info import DatabaseInfo, GainInfo
+from attncache_core.reuse.maps.info import DatabaseInfo
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,9 @@ class EngineInfo:
     attention: str  # level of the compiled kernel, or "torch"
     compiled_off: str | None  # why nothing compiled computes on this CPU, and what helps; None: it does
     reuse_off: list[str]  # reasons why reuse is off although a database is set
-    gain: GainInfo | None  # None: not measured
+    gain: Mapping[str, Any] | None  # see MeasuredGain.info; None: not measured
     database: DatabaseInfo | None
     key_values: KeyValueInfo | None  # None: no keys and values are stored
     key_values_off: str | None  # why, if `key_values` is None
-    blending: BlendInfo | None = None  # None: no gate was given, so chunks are computed exactly
+    # See Blending.info; None: no gate was given, so chunks are computed exactly.
+    blending: Mapping[str, Any] | None = None

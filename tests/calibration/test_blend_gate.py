@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from string import ascii_uppercase
 
@@ -117,7 +117,7 @@ def test_only_prompts_of_the_measured_shapes_are_blended(engine, tmp_path, lengt
     write_gate(path, measured)
     engine.open_gate(read_gate(path))
     assert (engine.blending.blend(sequence, sequence.ids, b"") is not None) == is_blended
-    assert engine.info().blending.shapes == shapes
+    assert engine.info().blending["shapes"] == asdict(shapes)
 
 
 @given(

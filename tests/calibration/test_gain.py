@@ -99,7 +99,7 @@ def test_engine_computes_small_batches_in_full(engine, bounds, tiny_corpus):
     bounds += [0.0, 0.2] * 3 + [0.0]
     require_gain(engine, 0.05)
     (recorded,) = engine.tokenize([tiny_corpus[0].text])
-    assert engine.info().gain.least_tokens == 896
+    assert engine.info().gain["least_tokens"] == 896
     few, many = (prefill(engine, [recorded] * count).outcomes for count in (1, 896))
     assert set(few) == {Outcome.SKIPPED_BY_COST}
     assert set(many) == {Outcome.HIT}
@@ -214,8 +214,8 @@ def test_engine_computes_groups_that_do_not_pay_in_full(engine, bounds, tiny_cor
     for ids, outcome in zip(recorded, result.outcomes, strict=True):
         assert outcome is (Outcome.SKIPPED_BY_COST if len(ids) <= 7 else Outcome.HIT)
     told = engine.info().gain
-    assert [group.reuses for group in told.groups] == [False, True]
-    assert told.min_gain == 0.05
+    assert [group["reuses"] for group in told["groups"]] == [False, True]
+    assert told["min_gain"] == 0.05
     bounds.clear()
     require_gain(engine, 0)
     assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}

@@ -383,7 +383,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     assert "could not be changed" in caplog.text
     engine.blending.gate = replace(gate, steps=2)
     assert engine.blending.blend(sequence, ids, b"") is None
-    assert engine.info().blending.off == "verified answers did not keep the budget"
+    assert engine.info().blending["off"] == "verified answers did not keep the budget"
 
 
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder):

@@ -47,8 +47,7 @@ def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}
     settings = read_settings({**how, "blend": str(output)})
     engine = load_engine(settings, checkpoint_of(settings))
-    info = engine.info().blending
-    assert info.ratio == gate.ratio
+    assert engine.info().blending["ratio"] == gate.ratio
     other = read_settings({**how, "blend": str(output), "segment_separator": " "})
     with pytest.raises(Exception, match="measured with the separator"):
         load_engine(other, checkpoint_of(other))

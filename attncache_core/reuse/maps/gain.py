@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from attncache_core.reuse.maps.info import GainInfo, GroupGainInfo
 from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.runtime.stored import Stored
 
@@ -49,13 +48,19 @@ class MeasuredGain(Stored):
     )
     least_tokens: int = 0  # batches with fewer tokens reuse nothing, because they would gain too little
 
-    def info(self, names: Sequence[str]) -> GainInfo:
+    def info(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the figures for people and /info. names: of the policy's length groups."""
         groups = [
-            GroupGainInfo(lengths=names[index], reuses=index in self.paying, **asdict(gain))
+            {"lengths": names[index], **asdict(gain), "reuses": index in self.paying}
             for index, gain in self.groups.items()
         ]
-        return GainInfo(self.min_gain, self.required, groups, asdict(self.together), self.least_tokens)
+        return {
+            "min_gain": self.min_gain,
+            "required": self.required,
+            "groups": groups,
+            "together": asdict(self.together),
+            "least_tokens": self.least_tokens,
+        }
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class BudgetInfo:
-    """The quality budget; see budget.Budget."""
-
-    measure: str
-    least: float  # the least mean over hits
-    floor: float | None  # cosine that 99 of 100 hits keep
-
-
-@dataclass(frozen=True)
 class GroupInfo:
     """One length group of a policy."""
 
@@ -31,7 +22,7 @@ class GroupInfo:
 class PolicyInfo:
     """The policy that holds at present."""
 
-    budget: BudgetInfo
+    budget: Mapping[str, Any]  # the fields of policy.Budget
     strangeness: Mapping[str, Any] | None  # the limit of strangeness; None: any text may hit
     groups: list[GroupInfo]
 
@@ -56,27 +47,3 @@ class DatabaseInfo:
     created: str | None = None  # UTC, when the build of the generation ended
     renewals: Mapping[str, int] = field(default_factory=dict)  # result -> number of renewals and rollbacks
     last_renewal: Mapping[str, Any] | None = None  # the last line of renewals.jsonl
-
-
-@dataclass(frozen=True)
-class GroupGainInfo:
-    """How much faster passes over one length group are with reuse; see gain.Gain."""
-
-    lengths: str
-    one_text: float
-    one_text_bound: float
-    full_batch: float
-    full_batch_bound: float
-    saved_per_token: float  # seconds
-    reuses: bool
-
-
-@dataclass(frozen=True)
-class GainInfo:
-    """The measured gain of reuse on this machine."""
-
-    min_gain: float
-    required: float  # least bound of `together` with which length groups reuse
-    groups: list[GroupGainInfo]
-    together: Mapping[str, float]  # of the mix of all lengths
-    least_tokens: int  # batches with fewer tokens reuse nothing

@@ -20,7 +20,7 @@ import numpy as np
 from attncache_core import native
 from attncache_core.heads.comparator import Measure
 from attncache_core.native.search import NativePolicy
-from attncache_core.reuse.maps.info import BudgetInfo, GroupInfo, PolicyInfo
+from attncache_core.reuse.maps.info import GroupInfo, PolicyInfo
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.runtime.stored import Stored
 
@@ -288,8 +288,7 @@ class ReusePolicy(Stored):
             )
             for name, group in zip(self.names(), self.groups, strict=True)
         ]
-        budget = BudgetInfo(self.budget.measure, self.budget.least, self.budget.floor)
-        return PolicyInfo(budget, asdict(self.limit) if self.limit else None, groups)
+        return PolicyInfo(asdict(self.budget), asdict(self.limit) if self.limit else None, groups)
 
     def with_threshold(self, threshold: float) -> ReusePolicy:
         """Return the policy with one θ for all lengths and kinds, and no budget to keep."""
