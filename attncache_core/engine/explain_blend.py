@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,29 +15,12 @@ from attncache_core.reuse.blend.loading import USUAL_RATIO
 from attncache_core.text.segments import segmented
 
 
-@dataclass(frozen=True)
-class BlendExplanation:
-    """What blending does to one prompt, whether or not the server blends it."""
-
-    served: bool  # whether the gate blends such prompts
-    why_exact: str | None  # why it does not; None if it does
-    ratio: float
-    check_layer: int
-    tokens: list[str]  # as the tokenizer writes them
-    spans: list[tuple[int, int]]  # first token and end of each chunk
-    exact_tokens: int  # at the front, whose keys and values are exact
-    rows: list[int]  # tokens that each layer computed
-    chunks: list[dict[str, int]]
-    # Squared distance of each token's given keys and values to the computed ones in the check layer; None:
-    # the token was not compared, because it is exact, or is computed in any case.
-    deviations: list[float | None]
-
-
 def explain_blend(
     engine: PrefillEngine, segments: Sequence[str], query: str, separator: str, salt: bytes
-) -> BlendExplanation:
-    """Blend a prompt with the gate's ratio, or with the usual one if there is no gate. Stores its chunks.
+) -> dict[str, Any]:
+    """Say what blending does to a prompt, whether or not the server blends it. Stores its chunks.
 
+    The prompt is blended with the gate's ratio, or with the usual one if there is no gate.
     Raises InvalidInput if chunks cannot be blended with this model, or fewer than two have tokens, and
     InputTooLong.
     """
@@ -72,15 +55,17 @@ def explain_blend(
     # A ratio of 0 compares nothing, and a ratio of 1 has nothing to choose.
     compared = report if report.deviations is not None else run(Recomputation(USUAL_RATIO, again.check_layer))
     found = compared.deviations if compared.deviations is not None else np.full(len(ids), np.nan)
-    return BlendExplanation(
-        why is None,
-        why,
-        again.ratio,
-        again.check_layer,
-        engine.tokenizer.written(ids),
-        sequence.spans,
-        report.exact_tokens,
-        list(report.rows),
-        [chunk._asdict() for chunk in report.chunks],
-        [float(deviation) if np.isfinite(deviation) else None for deviation in found],
-    )
+    return {
+        "served": why is None,  # whether the gate blends such prompts
+        "why_exact": why,
+        "ratio": again.ratio,
+        "check_layer": again.check_layer,
+        "tokens": engine.tokenizer.written(ids),
+        "spans": sequence.spans,  # first token and end of each chunk
+        "exact_tokens": report.exact_tokens,  # at the front, whose keys and values are exact
+        "rows": report.rows,  # tokens that each layer computed
+        "chunks": [chunk._asdict() for chunk in report.chunks],
+        # Squared distance of each token's given keys and values to the computed ones in the check layer.
+        # None: the token was not compared, because it is exact, or is computed in any case.
+        "deviations": [float(deviation) if np.isfinite(deviation) else None for deviation in found],
+    }

@@ -72,7 +72,7 @@ async def explain_text(call: CurrentCall) -> Response:
             found = await asyncio.to_thread(
                 explain_blend, serving.engine, body.segments, body.query, separator, salt
             )
-        return json_response(asdict(found))
+        return json_response(found)
     if body.input is None or body.segments is not None or body.query is not None:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
