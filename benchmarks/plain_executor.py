@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from attncache_core import DEFAULT_MODEL, PrefillEngine, default_corpus, find_checkpoint, native
-from attncache_core.native import products, rows
+from attncache_core.native import products
 
 BATCHES = {"32 texts": 32, "1 text": 1}
 
@@ -24,8 +24,7 @@ def computing(plain: bool) -> Iterator[None]:
     """Load and run engines on torch's operators, if `plain`, or on compiled code."""
     kernel = None if plain else native.kernel()
     with mock.patch.object(native, "kernel", return_value=kernel):
-        for found in (products.library, rows.kernel):
-            found.cache_clear()
+        products.library.cache_clear()
         yield
 
 

@@ -11,9 +11,12 @@ batch.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch.nn import functional
 
+from attncache_core import native
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.prepacked import PackedLinear
 from attncache_core.native import compiled_off, products, rows
@@ -63,8 +66,8 @@ class Int8WeightOnlyLinear(PackedLinear):
     @property
     def weight(self) -> torch.Tensor:
         """See PackedLinear."""
-        if kernel := _kernel(self._levels):
-            return kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
+        if library := _library(self._levels):
+            return rows.unpack_8_bits(library, self._levels, self._scales, self._dtype)
         return (self._levels * self._scales[:, None]).to(self._dtype)
 
 
@@ -102,8 +105,8 @@ class Int4Linear(PackedLinear):
     @property
     def weight(self) -> torch.Tensor:
         """See PackedLinear."""
-        if kernel := _kernel(self._levels):
-            unpacked = kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
+        if library := _library(self._levels):
+            unpacked = rows.unpack_4_bits(library, self._levels, self._steps, self.inputs, self._dtype)
         else:
             levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
             steps, least = self._steps.float()[..., None].unbind(dim=2)
@@ -118,5 +121,6 @@ def _are_whole_groups(columns: torch.Tensor) -> bool:
     return bool((firsts % _GROUP == 0).all() and torch.equal(firsts, firsts[places - places % _GROUP]))
 
 
-def _kernel(levels: torch.Tensor) -> rows.RowKernel | None:
-    return rows.kernel() if levels.device.type == "cpu" else None
+def _library(levels: torch.Tensor) -> ctypes.CDLL | None:
+    kernel = native.kernel() if levels.device.type == "cpu" else None
+    return kernel.library if kernel else None

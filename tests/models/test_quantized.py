@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
@@ -26,18 +27,19 @@ from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 from attncache_core.models.projections import head_rows
 from attncache_core.models.quantized import Int4Linear, Int8Linear, Int8WeightOnlyLinear
 from attncache_core.models.refitted import last_products, with_last_products
-from attncache_core.native import products, rows
+from attncache_core.native import products
 from attncache_core.text.token_batch import pack
 
 
 def by_operators(kind):
-    """Return a function that makes this kind of layer without the compiled kernel."""
+    """Return this kind of layer, computing without the compiled kernel."""
 
-    def made(*arguments):
-        with mock.patch.object(rows, "kernel", return_value=None):
-            return kind(*arguments)
+    class ByOperators(kind):
+        def __call__(self, *arguments):
+            with mock.patch.object(native, "kernel", return_value=None):
+                return super().__call__(*arguments)
 
-    return made
+    return ByOperators
 
 
 WEIGHT_ONLY = [Int8WeightOnlyLinear, Int4Linear]

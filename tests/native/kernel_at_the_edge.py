@@ -22,7 +22,7 @@ import torch
 
 from attncache_core.native import AttentionKernel, products
 from attncache_core.native.products import MatrixKind, PackedMatrix
-from attncache_core.native.rows import RowKernel
+from attncache_core.native.rows import unpack_4_bits, unpack_8_bits
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE, which the module mmap does not define
@@ -111,7 +111,7 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, afte
         torch.testing.assert_close(kept.double(), maps, atol=0.01, rtol=0.02)
 
 
-def rows(kernel, dtype, widths, at_the_end):
+def rows(library, dtype, widths, at_the_end):
     """Run the passes over rows, with all inputs and results at the edge."""
     for width in widths:
         guarded = Guarded(at_the_end)
@@ -125,8 +125,8 @@ def rows(kernel, dtype, widths, at_the_end):
             return guarded.tensor(torch.zeros(*shape, dtype=dtype))
 
         with mock.patch.object(torch, "empty", at_the_edge):
-            eight = kernel.unpack_8_bits(signed, scales, dtype)
-            four = kernel.unpack_4_bits(nibbles, steps, width, dtype)
+            eight = unpack_8_bits(library, signed, scales, dtype)
+            four = unpack_4_bits(library, nibbles, steps, width, dtype)
         torch.testing.assert_close(eight, (signed * scales[:, None]).to(dtype))
         first = (nibbles[:, 0, 0] & 15) * steps[:, 0, 0].float() + steps[:, 0, 1].float()
         torch.testing.assert_close(four[:, 0], first.to(dtype))
@@ -182,7 +182,7 @@ def run(kernel, part):
                     computed(kernel, *size, LENGTHS, at_the_end, before, after)
         case "rows":
             for dtype, at_the_end in product(DTYPES, (True, False)):
-                rows(RowKernel(kernel.library), dtype, LENGTHS, at_the_end)
+                rows(kernel.library, dtype, LENGTHS, at_the_end)
         case "products":
             pairs = [MatrixKind.PAIRS] if products.has_pairs(kernel.library) else []
             kinds = [MatrixKind.WHOLE, MatrixKind.LEVELS, *pairs]

@@ -6,11 +6,10 @@ from core_reference import FLOAT32
 from kernel_formulas import library
 
 from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization, default_corpus, find_variant, native
-from attncache_core.native import attention_kernel, products, rows
+from attncache_core.native import attention_kernel, products
 
 PLAIN = "plain"  # torch's operators, without compiled code
 LEVELS = [PLAIN, "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon"]
-CACHES = [products.library, rows.kernel]  # of what was found at another level
 
 
 @pytest.fixture(params=LEVELS)
@@ -24,11 +23,9 @@ def level(request, monkeypatch):
             pytest.skip(f"{request.param} was not built")
         chosen = native.AttentionKernel(request.param, library(request.param))
     monkeypatch.setattr(native, "kernel", lambda: chosen)
-    for found in CACHES:
-        found.cache_clear()
+    products.library.cache_clear()
     yield request.param
-    for found in CACHES:
-        found.cache_clear()
+    products.library.cache_clear()
 
 
 @pytest.fixture(scope="module")

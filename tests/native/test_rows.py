@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_formulas import threads
 
-from attncache_core import native
 from attncache_core.native import rows
 from attncache_core.native.pooling import CompiledNorm, NativeNorm
 
@@ -21,11 +20,6 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1e-20, 1e-3, 1.0, 1e4, 1e20])
 
 
-@pytest.fixture(scope="module")
-def row_kernel(kernel):
-    return rows.RowKernel(kernel.library)
-
-
 def numbers(shape, dtype=torch.float32, seed=0, size=1.0):
     torch.manual_seed(seed)
     return (torch.randn(shape) * size).to(dtype)
@@ -33,11 +27,11 @@ def numbers(shape, dtype=torch.float32, seed=0, size=1.0):
 
 @settings(max_examples=100)
 @given(shapes, dtypes, sizes, st.integers(0, 1000))
-def test_8_bits_are_unpacked_as_torch_multiplies(row_kernel, shape, dtype, size, seed):
+def test_8_bits_are_unpacked_as_torch_multiplies(kernel, shape, dtype, size, seed):
     torch.manual_seed(seed)
     levels = torch.randint(-128, 128, shape, dtype=torch.int8)
     scales = torch.rand(shape[0]) * size
-    found = row_kernel.unpack_8_bits(levels, scales, dtype)
+    found = rows.unpack_8_bits(kernel.library, levels, scales, dtype)
     assert torch.equal(found, (levels * scales[:, None]).to(dtype))
 
 
@@ -49,33 +43,33 @@ def unpacked_4_bits(levels, steps, width):
 
 @settings(max_examples=100)
 @given(shapes, dtypes, sizes, st.integers(0, 1000))
-def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(row_kernel, shape, dtype, size, seed):
+def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(kernel, shape, dtype, size, seed):
     torch.manual_seed(seed)
     groups = -(-shape[1] // 32)
     levels = torch.randint(256, (shape[0], groups, 16), dtype=torch.uint8)
     steps = (torch.randn(shape[0], groups, 2) * size).bfloat16()
-    found = row_kernel.unpack_4_bits(levels, steps, shape[1], dtype)
+    found = rows.unpack_4_bits(kernel.library, levels, steps, shape[1], dtype)
     # A level times a step is exact in float32, so a fused multiply-add makes no difference.
     assert torch.equal(found, unpacked_4_bits(levels, steps, shape[1]).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_number_of_threads_changes_nothing(row_kernel, dtype):
+def test_number_of_threads_changes_nothing(kernel, dtype):
     scales, steps = numbers(1500), numbers((1500, 4, 2), torch.bfloat16)
     signed = torch.randint(-128, 128, (1500, 99), dtype=torch.int8)
     nibbles = torch.randint(256, (1500, 4, 16), dtype=torch.uint8)
     found = []
     for count in (1, 2, 5):
         with threads(count):
-            eight = row_kernel.unpack_8_bits(signed, scales, dtype)
-            found.append((eight, row_kernel.unpack_4_bits(nibbles, steps, 99, dtype)))
+            eight = rows.unpack_8_bits(kernel.library, signed, scales, dtype)
+            found.append((eight, rows.unpack_4_bits(kernel.library, nibbles, steps, 99, dtype)))
     for other in found[1:]:
         assert all(torch.equal(left, right) for left, right in zip(found[0], other, strict=True))
 
 
 @settings(max_examples=30)
 @given(shapes, dtypes)
-def test_nothing_beyond_the_results_is_written(row_kernel, shape, dtype):
+def test_nothing_beyond_the_results_is_written(kernel, shape, dtype):
     made = []
 
     def beside_canaries(size, dtype=torch.float32):
@@ -86,19 +80,12 @@ def test_nothing_beyond_the_results_is_written(row_kernel, shape, dtype):
     groups = -(-shape[1] // 32)
     nibbles, steps = torch.zeros(shape[0], groups, 16).byte(), numbers((shape[0], groups, 2), torch.bfloat16)
     with mock.patch.object(rows.torch, "empty", beside_canaries):
-        row_kernel.unpack_8_bits(torch.ones(shape).char(), torch.ones(shape[0]), dtype)
-        row_kernel.unpack_4_bits(nibbles, steps, shape[1], dtype)
+        rows.unpack_8_bits(kernel.library, torch.ones(shape).char(), torch.ones(shape[0]), dtype)
+        rows.unpack_4_bits(kernel.library, nibbles, steps, shape[1], dtype)
     assert len(made) == 2
     for whole in made:
         assert (whole[:32] == 77).all()
         assert (whole[-32:] == 77).all()
-
-
-def test_row_kernel_exists_if_the_attention_kernel_does(monkeypatch):
-    chosen = rows.kernel.__wrapped__()
-    assert (chosen is None) == (native.kernel() is None)
-    monkeypatch.setattr(native, "kernel", lambda: None)
-    assert rows.kernel.__wrapped__() is None
 
 
 @settings(max_examples=50)
