@@ -25,8 +25,7 @@ from attncache_core.reuse.mask import head_order
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.seal import Seal
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_header import is_finished
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter, is_finished
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.text.token_batch import pack
 

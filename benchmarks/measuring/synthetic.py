@@ -24,7 +24,7 @@ from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.mask import natural_rank
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.seal import Seal
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.runtime.files import PRIVATE
 from attncache_core.text.token_batch import pack

@@ -14,7 +14,7 @@ from attncache_core import Outcome, PrefillEngine
 from attncache_core.build.training import ALPHA
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.text.token_batch import pack
 from benchmarks.papers import per_layer_search

@@ -24,7 +24,7 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 from attncache_core.runtime.devices import resolve_device
 from attncache_core.text.token_batch import pack
 

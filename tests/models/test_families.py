@@ -45,7 +45,7 @@ from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 from attncache_core.text import prefix_tree
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared

@@ -18,7 +18,7 @@ from attncache_core import native
 from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 MIDDLE, LONG = 90, 130

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from attncache_core.native.guard import guard
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter
 from attncache_core.reuse.storage.store import AttentionMapStore
 
 PAGE = 4096

@@ -12,8 +12,7 @@ from core_models import SEAL, flip
 from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_header import is_finished
-from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter, is_finished
 
 PAGE = 4096
 HEADER_BYTES, TABLE_ROW_BYTES = 100, 24

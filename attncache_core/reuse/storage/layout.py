@@ -9,7 +9,7 @@ order of their damage. A map is an L x L matrix of 16-bit floats, or, for a caus
 of that matrix, row by row. Each record begins on a page and is padded to whole pages.
 
 The record table has a row per record: the kind of the record, the CRC-32 of its maps, and a digest of its
-token ids (seal.py). The header (segment_header.py) names the database and the model. The header is written
+token ids (seal.py). The header (segment_file.py) names the database and the model. The header is written
 last, so a segment without a header is unfinished.
 """
 

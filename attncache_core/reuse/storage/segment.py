@@ -1,6 +1,6 @@
 """Read the records of one sequence length from a segment file, and check records before use.
 
-    Segment(path, ...)      opens the file and checks its head (segment_header.py)
+    Segment(path, ...)      opens the file and checks its head (segment_file.py)
     refresh -> may_serve    notices that the file was written to
     are_cold                says which records take longer to read than their use saves
     are_sound, is_sound     check the maps of records against their checksums, once per record
@@ -28,7 +28,7 @@ from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, records_start, triangle
 from attncache_core.reuse.storage.mapping import FileState, RecordFile
 from attncache_core.reuse.storage.seal import Seal
-from attncache_core.reuse.storage.segment_header import read_head
+from attncache_core.reuse.storage.segment_file import read_head
 
 # Measured on a cold file: reading ahead halves the waiting time for records of 38 MB, saves a third for
 # records of 2.4 MB, and doubles the time for records of 0.15 MB, which the system reads ahead by itself.
