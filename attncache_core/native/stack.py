@@ -268,7 +268,7 @@ class CompiledStack:
     ) -> tuple[Pooled, Counts]:
         """Run all layers from the token ids of sequences, and pool. Trees need `rows.pooling`.
 
-        given, slots: see `run`. hidden: float32 [rows, width], to which the output of the last layer is
+        records, slots: see `run`. hidden: float32 [rows, width], to which the output of the last layer is
         written; None: nobody reads it. Raises IndexError as `run` does.
         """
         assert self._layout.pooling is not None

@@ -229,16 +229,16 @@ def shared_prefixes(
 def continued_prefixes(
     sequences: Sequence[Sequence[int]], groups: Sequence[Hashable], cached: Sequence[int]
 ) -> SharedPrefixes:
-    """Return the tree of sequences of which the first given[i] tokens are no rows of the tree.
+    """Return the tree of sequences of which the first cached[i] tokens are no rows of the tree.
 
     sequences: the other tokens of each sequence, at least one. groups: sequences share prefixes only inside a
-    group, and all sequences of a group have the same given tokens.
+    group, and all sequences of a group have the same cached tokens.
     """
     found = _forest(sequences, _numbered(groups), np.asarray(cached, dtype=np.int64))
     tree = found.tree
     starts = np.zeros(len(tree.parents), dtype=np.int64)
     starts[tree.ends] = np.asarray(cached, dtype=np.int64)[found.order]
-    # A root has the given tokens of any sequence that ends below it, and passes them on to its descendants.
+    # A root has the cached tokens of any sequence that ends below it, and passes them on to its descendants.
     roots = tree.trees[:-1]
     of_trees = np.maximum.reduceat(starts, roots)
     return replace(found, tree=replace(tree, starts=tree.starts + np.repeat(of_trees, np.diff(tree.trees))))

@@ -159,7 +159,7 @@ class BlendReport:
 def deviations(cached: np.ndarray, computed: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Return the squared L2 distance of two sets of slots, token by token: float32 [tokens].
 
-    given, computed: uint8 [tokens, slot bytes], K and V of all heads as `dtype`; for latent attention, the
+    cached, computed: uint8 [tokens, slot bytes], K and V of all heads as `dtype`; for latent attention, the
     latent vectors that K and V are made of. Keys are compared before their rotation, which changes no
     distance between keys at one position. What is not finite deviates infinitely.
     """
