@@ -61,7 +61,8 @@ class Int8WeightOnlyLinear(PackedLinear):
     """Weights rounded to 8 bits, unpacked to the compute dtype for each product."""
 
     def _pack(self, weight: torch.Tensor, _: torch.Tensor | None) -> None:
-        self._levels, self._scales = quantize_rows(weight.float())
+        # Compiled code reads rows one after another, and the weight may be a transposed view.
+        self._levels, self._scales = quantize_rows(weight.float().contiguous())
 
     @property
     def weight(self) -> torch.Tensor:

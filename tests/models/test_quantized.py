@@ -143,6 +143,13 @@ def test_results_are_bit_identical_with_the_kernel_and_without(kind, dtype, shap
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LAYERS)
+def test_weight_may_be_a_transposed_view(kind, dtype):
+    weight, x = torch.randn(24, 40, dtype=dtype), torch.randn(5, 40, dtype=dtype)
+    assert torch.equal(kind(weight.T.contiguous().T)(x), kind(weight)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_row_of_a_batch_equals_the_row_alone(kind, dtype):
     x, weight, bias = numbers(100, 96, 48, dtype)
     layer = kind(weight, bias)

@@ -52,10 +52,8 @@ class CapacityPlan:
         98 % at 0.25. memory_cost, disk_cost, cost: $ per hour, of the tiers and of both; None if a price is
         not given.
         """
-        session_bytes, capacity = (
-            self.context_window * self.bytes_per_token,
-            self.memory_bytes + self.disk_bytes,
-        )
+        session_bytes = self.context_window * self.bytes_per_token
+        capacity = self.memory_bytes + self.disk_bytes
         full_bytes = self.distinct_sessions * session_bytes
         memory_cost, disk_cost = (
             None if price is None else price * size / _BYTES_PER_GB
