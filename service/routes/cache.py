@@ -18,7 +18,7 @@ from starlette.types import Message
 from attncache_core import InvalidInput
 from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
 from attncache_core.reuse.kv.capacity import CapacityPlan
-from attncache_core.reuse.kv.info import key_value_info
+from attncache_core.reuse.kv.info import KeyValueInfo, key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import StoreUnavailable, WorkerUnavailable, log_failure
@@ -31,7 +31,7 @@ from service.routes.inference_route import (
     documented_parameter,
 )
 from service.schemas import Body, Inputs, Name, Text, Texts
-from service.state import ServiceState, Serving
+from service.state import ServiceState
 from service.web.call import Call, Client, CurrentCall, number
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Dropped(BaseModel):
 @router.get("/stats", response_model=dict[str, Any], responses=_ERRORS_WITHOUT_BODY)
 async def stats(call: CurrentCall) -> Response:
     """Return what the store holds, what happened to it since the start, and the number of sessions."""
-    store, sessions = store_of(call.serving().engine), call.state.sessions
+    store, sessions = store_of(call.engine), call.state.sessions
     info = await asyncio.to_thread(key_value_info, store)
     count = await sessions.count()
     return json_response({**asdict(info), "sessions": count, "distinct_sessions": sessions.distinct})
@@ -148,24 +148,16 @@ async def stats(call: CurrentCall) -> Response:
 )
 async def warm(call: CurrentCall) -> Response:
     """Compute and store the keys and values of texts, or of what all texts in a template begin with."""
-    serving = call.serving()
-    store = store_of(serving.engine)
+    store = store_of(call.engine)
     body = await call.read(WarmRequest)
-    chosen = await _chosen(call, serving, body)
+    chosen = await _chosen(call, body)
     with named("texts"):
         result = await computed(
-            call,
-            serving,
-            chosen,
-            prompt=chosen.prompt,
-            reuse=True,
-            counted=False,
-            salt=chosen.salt,
-            repeats=False,
+            call, chosen, prompt=chosen.prompt, counted=False, salt=chosen.salt, repeats=False
         )
 
     def stored_tokens() -> int:
-        prefix_key = chosen.prefix_key(serving.engine)
+        prefix_key = chosen.prefix_key(call.engine)
         for key in prefix_key if body.pin else ():
             store.pin(key)
         return sum(sum(store.lookup(key)) for key in prefix_key)
@@ -184,14 +176,13 @@ async def warm(call: CurrentCall) -> Response:
 )
 async def pin(call: CurrentCall) -> Response:
     """Keep stored keys and values in memory, or let them be evicted again. Nothing is computed."""
-    serving = call.serving()
-    store = store_of(serving.engine)
+    store = store_of(call.engine)
     body = await call.read(PinRequest)
-    chosen = await _chosen(call, serving, body)
+    chosen = await _chosen(call, body)
 
     def pin_all() -> int:
         tokens = 0
-        for key in chosen.prefix_key(serving.engine):
+        for key in chosen.prefix_key(call.engine):
             if body.pinned:
                 store.fetch(key)
             tokens += store.pin(key, body.pinned)
@@ -209,13 +200,12 @@ async def pin(call: CurrentCall) -> Response:
 )
 async def lookup(call: CurrentCall) -> Response:
     """Return how many tokens of each text are stored, and where. Nothing is computed or moved."""
-    serving = call.serving()
-    store = store_of(serving.engine)
+    store = store_of(call.engine)
     body = await call.read(LookupRequest)
-    chosen = await _chosen(call, serving, body)
+    chosen = await _chosen(call, body)
 
     def look_up() -> list[dict[str, Any]]:
-        found = [store.lookup(key) for key in chosen.prefix_key(serving.engine)]
+        found = [store.lookup(key) for key in chosen.prefix_key(call.engine)]
         return [
             Found(tokens=len(ids), cached_tokens=sum(tokens), tiers=tokens._asdict()).model_dump()
             for ids, tokens in zip(chosen.sequences, found, strict=True)
@@ -227,7 +217,7 @@ async def lookup(call: CurrentCall) -> Response:
 @router.delete("", response_model=Dropped, responses=_ERRORS_WITHOUT_BODY)
 async def drop(call: CurrentCall) -> Response:
     """Drop all stored keys and values, of all clients, pinned ones too."""
-    store = store_of(call.serving().engine)
+    store = store_of(call.engine)
     try:
         blocks = await asyncio.to_thread(store.clear)
     except OSError as error:
@@ -266,8 +256,7 @@ async def capacity(call: CurrentCall) -> Response:
 
     The numbers are those of CachedAttention, section 4.3.6.
     """
-    serving = call.serving()
-    info = key_value_info(store_of(serving.engine))
+    info = key_value_info(store_of(call.engine))
     parameters = dict(call.query_params)
     devices = parameters.pop("devices", None)
     planned = _numbers(parameters)
@@ -275,7 +264,7 @@ async def capacity(call: CurrentCall) -> Response:
     plan = CapacityPlan(
         # With the pooled state of each block.
         bytes_per_token=-(-info.block_bytes // info.block_tokens),
-        context_window=serving.engine.tokenizer.max_tokens,
+        context_window=call.engine.tokenizer.max_tokens,
         memory_bytes=info.memory.most_bytes,
         disk_bytes=info.disk.most_bytes if info.disk else 0,
         distinct_sessions=int(sessions),
@@ -285,24 +274,24 @@ async def capacity(call: CurrentCall) -> Response:
     return json_response(
         {
             **plan.figures(),
-            **({} if devices is None else {"device": _device(serving, devices, planned)}),
+            **({} if devices is None else {"device": _device(info, devices, planned)}),
         }
     )
 
 
-async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
+async def _chosen(call: Call, body: _About) -> Chosen:
     """Return the token sequences that a request is about. Raises InvalidInput."""
-    settings, salt = call.state.settings, _salt(call, body)
+    engine, settings, salt = call.engine, call.state.settings, _salt(call, body)
     if [body.texts, body.template, body.segments].count(None) != 2:
         raise InvalidInput("give one of texts, template and segments", field="texts")
     if body.segments is not None:
         check_count(body.segments, "segments", settings.max_request_inputs)
-        return await asyncio.to_thread(Chosen.segments, serving.engine, body.segments, salt)
+        return await asyncio.to_thread(Chosen.segments, engine, body.segments, salt)
     # In a thread, because texts and templates may be long.
     if body.texts is None:
-        return await asyncio.to_thread(Chosen.template, serving.engine, body.template or "", salt)
+        return await asyncio.to_thread(Chosen.template, engine, body.template or "", salt)
     check_count(body.texts, "texts", settings.max_request_inputs)
-    if serving.engine.tokenizer.default_prompt.template.is_for_pairs:
+    if engine.tokenizer.default_prompt.template.is_for_pairs:
         raise InvalidInput(
             "texts are not taken by this server, whose template holds a query and a document; give template, "
             "with all that stands before them",
@@ -311,7 +300,7 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
     with named("texts"):
         return await asyncio.to_thread(
             Chosen.texts,
-            serving.engine,
+            engine,
             body.texts,
             salt,
             truncate=settings.truncate,
@@ -386,11 +375,10 @@ def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def _device(serving: Serving, devices: str, planned: Mapping[str, float]) -> dict[str, Any]:
+def _device(info: KeyValueInfo, devices: str, planned: Mapping[str, float]) -> dict[str, Any]:
     """Return the device to save on, what it costs, and whether loading from it is hidden. Raises
     InvalidInput.
     """
-    info = key_value_info(store_of(serving.engine))
     speed = planned.get("prefill_tokens_per_second") or (info.disk and info.disk.prefill_tokens_per_second)
     if not speed:
         raise InvalidInput(

@@ -26,7 +26,6 @@ from service.routes.common import answer, best_first, check_count, computed, jso
 from service.routes.inputs import answered
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest
-from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
 
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
@@ -35,53 +34,46 @@ _MAX_ANSWER_CHARACTERS = 2**24
 
 async def classify(call: CurrentCall) -> Answer:
     """Score the labels of the request, or the labels of the server, for each input."""
-    serving = call.serving()
-    reuse = call.reuse_requested()
-    return await scored(call, serving, await call.read(ClassifyRequest), reuse)
+    return await scored(call, await call.read(ClassifyRequest))
 
 
-async def scored(
-    call: Call, serving: Serving, body: ClassifyRequest, reuse: bool, *, alone: bool = False
-) -> Answer:
+async def scored(call: Call, body: ClassifyRequest, *, alone: bool = False) -> Answer:
     """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
 
     async def compute(source: Source) -> Answer:
-        if serving.engine.checkpoint.task == "label-logits":
-            found = await _by_tokens(call, serving, body, source, reuse)
+        if call.engine.checkpoint.task == "label-logits":
+            found = await _by_tokens(call, body, source)
         else:
-            found = await _by_output(call, serving, body, source, reuse)
+            found = await _by_output(call, body, source)
         rows = map(partial(_best_first, found.labels), found.logits, found.scores)
         return answer(next(rows) if alone else await json_list(rows), found.result, call, source)
 
-    if body.labels is not None and is_zero_shot(serving.engine, body):
+    if body.labels is not None and is_zero_shot(call.engine, body):
         refuse_fields(body)
-    return await answered(call, serving, body, compute)
+    return await answered(call, body, compute)
 
 
-async def _by_output(
-    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Scores:
+async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Scores:
     """Score classes, or labels that are compared by embedding or by entailment."""
-    settings = call.state.settings
+    settings, decisions = call.state.settings, call.engine.decisions
     if body.template is not None:
         raise InvalidInput(
             "template is accepted only by a server with --task label-logits, which scores labels by tokens",
             field="template",
         )
-    if body.labels is not None and is_zero_shot(serving.engine, body):
+    if body.labels is not None and is_zero_shot(call.engine, body):
         _check_labels(body.labels, source.count, settings.max_request_inputs)
-        return await by_entailment(call, serving, body, source, reuse)
+        return await by_entailment(call, body, source)
     _refuse_zero_shot(body)
     salt = call.salt(body.cache_salt)
-    known = serving.engine.decisions.labels
+    known = decisions.labels
     if known is None:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
         _check_labels(labels, source.count, settings.max_request_inputs)
-        truncate = call.truncates(body.truncate)
-        embeddings = await _label_embeddings(call, serving, labels, truncate, salt, reuse)
-        result = await computed(call, serving, source, reuse=reuse, reads=None, salt=salt)
+        embeddings = await _label_embeddings(call, labels, call.truncates(body.truncate), salt)
+        result = await computed(call, source, reads=None, salt=salt)
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
         scores = class_scores(similarities, body.temperature or SIMILARITY_TEMPERATURE)
         return Scores(labels, similarities, scores, result)
@@ -89,8 +81,7 @@ async def _by_output(
     # The budget of a database was measured for all classes of the server, and not for other ones.
     is_whole = body.labels is None or len(columns) == len(known)
     reads = Measure.AGREEMENT if is_whole else None
-    result = await computed(call, serving, source, reuse=reuse, reads=reads, salt=salt)
-    decisions = serving.engine.decisions
+    result = await computed(call, source, reads=reads, salt=salt)
     logits = decisions.class_logits(result.outputs)[:, columns]
     temperature = (body.temperature or decisions.temperature) / decisions.temperature
     scores = class_scores(logits, temperature, decisions.multi_label)
@@ -108,19 +99,15 @@ def _refuse_zero_shot(body: ClassifyRequest) -> None:
             )
 
 
-async def _by_tokens(
-    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Scores:
+async def _by_tokens(call: Call, body: ClassifyRequest, source: Source) -> Scores:
     """Score labels by the logits of their tokens after the template."""
     _refuse_zero_shot(body)
-    settings, engine = call.state.settings, serving.engine
     if body.labels is not None:
-        _check_labels(body.labels, source.count, settings.max_request_inputs)
+        _check_labels(body.labels, source.count, call.state.settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template, pairs=False)
     # In a thread, because the template may be long and the labels many.
-    labels = await asyncio.to_thread(engine.decisions.labels_in, template, body.labels)
-    salt = call.salt(body.cache_salt)
-    logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
+    labels = await asyncio.to_thread(call.engine.decisions.labels_in, template, body.labels)
+    logits, result = await label_logits(call, source, labels, salt=call.salt(body.cache_salt))
     return Scores(list(labels.labels), logits, class_scores(logits, body.temperature or 1.0), result)
 
 
@@ -152,21 +139,20 @@ def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
         )
 
 
-async def _label_embeddings(
-    call: Call, serving: Serving, labels: list[str], truncate: bool, salt: bytes, reuse: bool
-) -> np.ndarray:
+async def _label_embeddings(call: Call, labels: list[str], truncate: bool, salt: bytes) -> np.ndarray:
     """Return the labels' embeddings, [labels, dimensions], of unit length.
 
-    Computes only labels that are not cached for this salt, or all if `reuse` is False. Errors name the label.
+    Computes only labels that are not cached for this salt, or all without reuse. Errors name the label.
     """
-    known = serving.label_memory.recall(labels, truncate, salt) if reuse else {}
+    memory = call.serving().label_memory
+    known = memory.recall(labels, truncate, salt) if call.reuse else {}
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
         with named("labels", lambda index: f"labels[{labels.index(missing[index])}]"):
-            result = await computed(call, serving, Texts(missing, truncate), reuse=False, counted=False)
+            result = await computed(call, Texts(missing, truncate), reuse=False, counted=False)
         embeddings = normalize(result.outputs)
-        serving.label_memory.remember(missing, truncate, embeddings, salt)
+        memory.remember(missing, truncate, embeddings, salt)
         known.update(zip(missing, embeddings, strict=True))
     return np.stack([known[label] for label in labels])
 

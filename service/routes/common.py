@@ -35,11 +35,7 @@ from service.routes.inference_route import (
     REPEATED_HEADER,
     SEGMENTS_HEADER,
 )
-from service.state import Serving
-from service.web.call import (
-    Answer,
-    Call,
-)
+from service.web.call import Answer, Call
 
 _TEXT = re.compile(r"inputs\[(\d+)\]")
 # So many rows of a list are written as JSON at a time, and other requests wait meanwhile.
@@ -60,10 +56,9 @@ def check_count(texts: Sequence[Any], field: str, limit: int) -> None:
 
 async def computed(
     call: Call,
-    serving: Serving,
     source: Source,
     *,
-    reuse: bool,
+    reuse: bool = True,
     prompt: Prompt | None = None,
     labels: LabelTokens | None = None,
     reads: Measure | None = Measure.COSINE,
@@ -73,8 +68,10 @@ async def computed(
 ) -> PrefillResult:
     """Compute the texts of a source and return their results. Arguments and errors: see Batcher.submit.
 
-    Raises TooManyInputs if the sequences of the texts would never fit into the queue.
+    reuse: False reuses nothing, whatever the request says. Raises TooManyInputs if the sequences of the texts
+    would never fit into the queue.
     """
+    serving = call.serving()
     plans = len((prompt or serving.engine.tokenizer.default_prompt).sequence_plans)
     maximum = call.state.settings.max_queue_sequences
     if source.count * plans > maximum:
@@ -90,7 +87,7 @@ async def computed(
     pending = serving.batcher.submit(
         source,
         flow=call.client.flow,
-        reuse=reuse,
+        reuse=reuse and call.reuse,
         prompt=prompt,
         labels=labels,
         reads=reads,
@@ -144,7 +141,7 @@ def answer(content: Any, result: PrefillResult, call: Call, source: Source | Non
     source: what was computed, if it may be a conversation; headers say what was cut from the conversation.
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
-    key_values = call.state.serving().engine.key_values
+    key_values = call.engine.key_values
     is_exact = all(report.is_exact for report in result.blended)
     kinds = [headers.get(APPROXIMATE_HEADER), None if is_exact else "blended"]
     if key_values and result.all_cached_tokens:
@@ -197,39 +194,35 @@ class Classified(NamedTuple):
 
 
 async def label_logits(
-    call: Call, serving: Serving, source: Source, labels: LabelTokens, *, reuse: bool, salt: bytes
+    call: Call, source: Source, labels: LabelTokens, *, salt: bytes
 ) -> tuple[np.ndarray, PrefillResult]:
     """Compute texts in the prompt of labels, and return the labels' logits, float32 [texts, labels].
 
     Raises NotFinite for the field "labels", and as `computed`.
     """
-    result = await computed(
-        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
-    )
+    result = await computed(call, source, prompt=labels.prompt, labels=labels, salt=salt)
     # In a thread, because many labels have many log-probabilities to add.
     logits = await asyncio.to_thread(
-        serving.engine.decisions.label_logits, labels, result.outputs, result.log_probabilities
+        call.engine.decisions.label_logits, labels, result.outputs, result.log_probabilities
     )
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
     return logits, result
 
 
-async def classified(
-    call: Call, serving: Serving, source: Source, *, reuse: bool, salt: bytes = b""
-) -> Classified:
+async def classified(call: Call, source: Source, *, salt: bytes) -> Classified:
     """Compute texts, or pairs, and return the logits of the server's labels.
 
     Raises NoClassifier if the server has no labels, and as Batcher.submit.
     """
-    engine = serving.engine
+    engine = call.engine
     if engine.checkpoint.task == "label-logits":
         labels = engine.decisions.labels_in()
-        logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
+        logits, result = await label_logits(call, source, labels, salt=salt)
         return Classified(labels.labels, logits, False, result)
     if engine.decisions.labels is None:
         raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
-    result = await computed(call, serving, source, reuse=reuse, reads=Measure.AGREEMENT, salt=salt)
+    result = await computed(call, source, reads=Measure.AGREEMENT, salt=salt)
     return Classified(
         engine.decisions.labels,
         engine.decisions.class_logits(result.outputs),

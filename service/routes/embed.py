@@ -10,33 +10,27 @@ from service.errors import NoEmbedding
 from service.routes.common import answer, computed, json_list
 from service.routes.inputs import answered
 from service.schemas import EmbedRequest
-from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
 
 
 async def embed(call: CurrentCall) -> Answer:
     """Embed one text or several. The response is a list of embeddings, also for a single text."""
-    serving = embedding_server(call)
-    reuse = call.reuse_requested()
+    engine = embedding_engine(call)
     body = await call.read(EmbedRequest)
-    serving.engine.require_dimensions(body.dimensions)
+    engine.require_dimensions(body.dimensions)
 
     async def compute(source: Source) -> Answer:
         result = await computed(
             call,
-            serving,
             source,
-            reuse=reuse,
-            prompt=prompt_of(serving.engine, source, body.prompt_name),
-            reads=embedding_measure(serving.engine, body.dimensions),
+            prompt=prompt_of(engine, source, body.prompt_name),
+            reads=embedding_measure(engine, body.dimensions),
             salt=call.salt(body.cache_salt),
         )
-        embeddings = serving.engine.embeddings(
-            result.outputs, normalize=body.normalize, dimensions=body.dimensions
-        )
+        embeddings = engine.embeddings(result.outputs, normalize=body.normalize, dimensions=body.dimensions)
         return answer(await json_list(np.ascontiguousarray(embeddings)), result, call, source)
 
-    return await answered(call, serving, body, compute)
+    return await answered(call, body, compute)
 
 
 def embedding_measure(engine: PrefillEngine, dimensions: int | None) -> Measure | None:
@@ -44,16 +38,16 @@ def embedding_measure(engine: PrefillEngine, dimensions: int | None) -> Measure 
     return Measure.COSINE if dimensions in (None, engine.dimensions) else None
 
 
-def embedding_server(call: Call) -> Serving:
-    """Return the parts that serve this request. Raises NoEmbedding, and as Call.serving."""
-    serving = call.serving()
-    if serving.engine.checkpoint.task == "classify":
+def embedding_engine(call: Call) -> PrefillEngine:
+    """Return the engine that serves this request. Raises NoEmbedding, and as Call.serving."""
+    checkpoint = call.engine.checkpoint
+    if checkpoint.task == "classify":
         kind, route = "classifier", "/classify"
-        if len(serving.engine.checkpoint.classes) == 1:
+        if len(checkpoint.classes) == 1:
             kind, route = "reranker", "/rerank"
         raise NoEmbedding(f"the served model is a {kind} and has no embeddings; use {route}")
-    if serving.engine.checkpoint.task == "label-logits":
+    if checkpoint.task == "label-logits":
         raise NoEmbedding(
             "the server scores labels and has no embeddings; use /classify, or start it without --task"
         )
-    return serving
+    return call.engine

@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from attncache_core import InputTooLong, InvalidInput
+from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from attncache_core.heads.comparator import Measure
@@ -23,7 +23,6 @@ from service.batching import sources
 from service.routes.common import computed, json_response, named
 from service.routes.inference_route import ANSWERED_BY, ERRORS, FOR_ADMINS, documented_body
 from service.schemas import Body, Name, Text, Texts
-from service.state import Serving
 from service.web.call import CurrentCall
 
 router = APIRouter(responses={**ANSWERED_BY, **FOR_ADMINS})
@@ -61,7 +60,7 @@ async def explain_text(call: CurrentCall) -> Response:
     With `?debug=blend`: how much the keys and values of each token of the segments deviate. Else the text is
     answered as a request of a client, which says whether its result was kept.
     """
-    serving = call.serving()
+    engine = call.engine
     body = await call.read(ExplainRequest)
     salt = call.salt(body.cache_salt)
     if call.query_params.get("debug") == "blend":
@@ -69,20 +68,16 @@ async def explain_text(call: CurrentCall) -> Response:
             raise InvalidInput("give segments and query with debug=blend, and no input", field="segments")
         separator = call.state.settings.segment_separator
         async with call.state.explaining:
-            found = await asyncio.to_thread(
-                explain_blend, serving.engine, body.segments, body.query, separator, salt
-            )
+            found = await asyncio.to_thread(explain_blend, engine, body.segments, body.query, separator, salt)
         return json_response(found)
     if body.input is None or body.segments is not None or body.query is not None:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
         with named("input", lambda _: "input"):
-            explained = await asyncio.to_thread(_explained, serving, body.input, salt)
+            explained = await asyncio.to_thread(_explained, engine, body.input, salt)
     source = sources.Texts([body.input], call.state.settings.truncate)
     with named("input", lambda _: "input"):
-        answered = await computed(
-            call, serving, source, reuse=True, reads=Measure.AGREEMENT, salt=salt, counted=False
-        )
+        answered = await computed(call, source, reads=Measure.AGREEMENT, salt=salt, counted=False)
     content = {
         **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,
@@ -92,9 +87,8 @@ async def explain_text(call: CurrentCall) -> Response:
     return json_response(content)
 
 
-def _explained(serving: Serving, text: str, salt: bytes) -> Explanation:
+def _explained(engine: PrefillEngine, text: str, salt: bytes) -> Explanation:
     """Explain a text. Raises InputTooLong."""
-    engine = serving.engine
     ids = engine.tokenize([text])[0]
     if len(ids) > _MAX_TOKENS:
         raise InputTooLong(f"input must have at most {_MAX_TOKENS} tokens to be explained", field="input")

@@ -164,7 +164,7 @@ class InferenceRoute(APIRoute):
             },
         )
         self.body = body
-        self._handle = handle
+        self._handle, self._reuses = handle, reuses
         self.app = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -172,6 +172,9 @@ class InferenceRoute(APIRoute):
         call: Call = scope[CALL]
         if call.holder is not None:
             await call.count_in_quota(call.holder)
+        call.serving()  # what its headers ask for is checked before the body is read
+        if self._reuses:
+            call.reuse = call.reuse_requested()
         answer = await self._handle(call)
         call.count_answer(len(answer.content))
         await answer.send(send)

@@ -17,7 +17,6 @@ from service.errors import SharedUnavailable, StoreUnavailable, UnknownSession, 
 from service.routes.common import check_count
 from service.routes.inference_route import SESSION_HEADER
 from service.schemas import InferenceRequest
-from service.state import Serving
 from service.web.call import Answer, Call
 
 # While a request of the session is computed in another process.
@@ -27,7 +26,7 @@ _Field = Literal["append", "transcript"]
 
 
 async def answered(
-    call: Call, serving: Serving, body: InferenceRequest, compute: Callable[[Source], Awaitable[Answer]]
+    call: Call, body: InferenceRequest, compute: Callable[[Source], Awaitable[Answer]]
 ) -> Answer:
     """Return the answer to what the body asks for. compute: computes a source, and makes an answer of it.
 
@@ -38,25 +37,25 @@ async def answered(
     """
     settings = call.state.settings
     if body.segments is not None or body.query is not None:
-        return await compute(segments_of(call, serving, *_segments(body)))
+        return await compute(segments_of(call, *_segments(body)))
     truncate = call.truncates(body.truncate)
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)
         source = source_of(inputs, truncate, body.truncation_direction or "right")
-        return await compute(divided(call, serving, source))
+        return await compute(divided(call, source))
     arrived = time.time()
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
     # Token ids of one model say nothing to another one.
-    session = serving.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
+    session = call.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
     # As the client has sent it, also if it is not fit for the log.
     request_id = call.headers.get(b"x-request-id") or call.request_id.encode()
     request = hashlib.blake2b(request_id, digest_size=8).hexdigest()
 
     def conversation(stored: bytes | None) -> Conversation:
         return Conversation(
-            _history(stored, field, serving.engine.vocabulary),
+            _history(stored, field, call.engine.vocabulary),
             turns,
             field,
             truncate=truncate,
@@ -135,28 +134,28 @@ async def _kept(
 
 
 def segments_of(
-    call: Call, serving: Serving, segments: Sequence[str], query: str, headings: Sequence[str] | None = None
+    call: Call, segments: Sequence[str], query: str, headings: Sequence[str] | None = None
 ) -> Segments:
     """Return the source of segments and a query. headings: what stands in front of each segment.
 
     Raises TooManyInputs, and InvalidInput if keys and values of the model's chunks cannot be used in any
     order.
     """
-    settings, engine = call.state.settings, serving.engine
+    settings = call.state.settings
     check_count(segments, "segments", settings.max_request_inputs)
-    if reason := engine.blending.refusal:
+    if reason := call.engine.blending.refusal:
         raise InvalidInput(
             f"segments are not accepted by this server: {reason}; send one text as inputs", field="segments"
         )
     return Segments(segments, query, settings.segment_separator, headings=headings)
 
 
-def divided(call: Call, serving: Serving, source: Source) -> Source:
+def divided(call: Call, source: Source) -> Source:
     """Return a source whose texts are divided into chunks, if the operator wants that."""
-    settings, engine = call.state.settings, serving.engine
+    settings = call.state.settings
     if settings.segment_tokens is None and not settings.divide_texts:
         return source
-    if engine.blending.gate is None or not isinstance(source, Texts):
+    if call.engine.blending.gate is None or not isinstance(source, Texts):
         return source
     return DividedTexts(
         source, settings.segment_separator if settings.divide_texts else None, settings.segment_tokens

@@ -28,7 +28,6 @@ from service.errors import rename
 from service.routes.common import best_first, computed, label_logits, named
 from service.routes.inputs import segments_of
 from service.schemas import Side
-from service.state import Serving
 from service.web.call import Call
 
 # The names of prompts that sentence-transformers uses for queries and documents.
@@ -45,7 +44,6 @@ class Question(NamedTuple):
     truncate: bool
     cut: Side = "right"
     instruction: str | None = None  # replaces the instruction of the model's template
-    reuse: bool = True
     salt: bytes = b""
 
 
@@ -62,46 +60,43 @@ class Relevance(NamedTuple):
         return best_first(self.logits)
 
 
-async def relevance(call: Call, serving: Serving, question: Question, *, raw: bool = False) -> Relevance:
+async def relevance(call: Call, question: Question, *, raw: bool) -> Relevance:
     """Score the documents of a question.
 
     raw: return logits instead of scores between 0 and 1; embeddings have cosines in either case. Raises
     InvalidInput if the model is neither one of pairs nor one of embeddings, and as Batcher.submit.
     """
-    if serving.engine.pair_scores.supported:
-        return await _by_pairs(call, serving, question, raw)
-    if serving.engine.checkpoint.task != "embed":
-        serving.engine.pair_scores.require()
+    if call.engine.pair_scores.supported:
+        return await _by_pairs(call, question, raw)
+    if call.engine.checkpoint.task != "embed":
+        call.engine.pair_scores.require()
     if question.instruction is not None:
         raise InvalidInput(
             "instruction is accepted only by a model of pairs whose template holds an instruction",
             field="instruction",
         )
-    return await _by_embedding(call, serving, question)
+    return await _by_embedding(call, question)
 
 
-async def by_list(
-    call: Call, serving: Serving, query: str, documents: list[str], reuse: bool, salt: bytes
-) -> Relevance:
+async def by_list(call: Call, query: str, documents: list[str], salt: bytes) -> Relevance:
     """Score documents that a decoder reads together in one prompt; see heads/decisions.py.
 
     The scores sum to 1. Raises InvalidInput if the server has another task, and as Batcher.submit.
     """
-    if serving.engine.checkpoint.task != "label-logits":
+    if call.engine.checkpoint.task != "label-logits":
         raise InvalidInput(
             "segments are read in one prompt by a decoder that scores labels (--task label-logits); send "
             "texts or documents to this server",
             field="segments",
         )
-    labels = serving.engine.decisions.letters
-    source = segments_of(call, serving, documents, query, headings(len(documents)))
-    logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
+    source = segments_of(call, documents, query, headings(len(documents)))
+    logits, result = await label_logits(call, source, call.engine.decisions.letters, salt=salt)
     logits = logits[:, : len(documents)]
     return Relevance(logits[0], class_scores(logits)[0], result)
 
 
-async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool) -> Relevance:
-    engine = serving.engine
+async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
+    engine = call.engine
     # The documents of a request share the tokens of instruction and query, if the model is causal.
     source = Texts(
         [(question.query, document) for document in question.documents], question.truncate, question.cut
@@ -111,9 +106,7 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
         with named(question.field):
             result = await computed(
                 call,
-                serving,
                 source,
-                reuse=question.reuse,
                 prompt=engine.pair_scores.prompt(question.instruction),
                 labels=engine.decisions.label_tokens if is_default else None,
                 salt=question.salt,
@@ -139,8 +132,8 @@ def _require_short_query(engine: PrefillEngine, query: str, error: InputTooLong)
         ) from error
 
 
-async def _by_embedding(call: Call, serving: Serving, question: Question) -> Relevance:
-    engine = serving.engine
+async def _by_embedding(call: Call, question: Question) -> Relevance:
+    engine = call.engine
 
     async def embedded(texts: list[str], prompt: Prompt | None, queries: int) -> PrefillResult:
         """Compute texts. queries: number of texts at the front that are the query."""
@@ -150,9 +143,7 @@ async def _by_embedding(call: Call, serving: Serving, question: Question) -> Rel
 
         source = Texts(texts, question.truncate, question.cut)
         with named(question.field, name):
-            return await computed(
-                call, serving, source, reuse=question.reuse, prompt=prompt, salt=question.salt
-            )
+            return await computed(call, source, prompt=prompt, salt=question.salt)
 
     of_query, of_documents = (_prompt(engine, names) for names in (_QUERY_PROMPTS, _DOCUMENT_PROMPTS))
     if of_query == of_documents:

@@ -18,7 +18,6 @@ from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs, rename
 from service.routes.common import computed, text_index
 from service.schemas import ClassifyRequest
-from service.state import Serving
 from service.web.call import Call
 
 
@@ -52,16 +51,13 @@ def refuse_fields(body: ClassifyRequest) -> None:
             )
 
 
-async def by_entailment(
-    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Scores:
+async def by_entailment(call: Call, body: ClassifyRequest, source: Source) -> Scores:
     """Score each label of the request for each input. Raises TooManyInputs, and as submit."""
     if isinstance(source, DividedTexts):
         source = source.texts  # only the input of a pair could be divided
     assert isinstance(source, Texts)
-    zero_shot = serving.engine.decisions.zero_shot(
-        body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE
-    )
+    decisions = call.engine.decisions
+    zero_shot = decisions.zero_shot(body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE)
     labels, maximum = len(zero_shot.labels), call.state.settings.max_queue_sequences
     if source.count * labels > maximum:
         raise TooManyInputs(
@@ -70,15 +66,8 @@ async def by_entailment(
         )
     pairs = Texts(zero_shot.pairs(_plain(source)), source.truncate, source.cut)
     with _names(labels):
-        result = await computed(
-            call,
-            serving,
-            pairs,
-            reuse=reuse,
-            prompt=zero_shot.prompt,
-            salt=call.salt(body.cache_salt),
-        )
-    logits = serving.engine.decisions.class_logits(result.outputs)
+        result = await computed(call, pairs, prompt=zero_shot.prompt, salt=call.salt(body.cache_salt))
+    logits = decisions.class_logits(result.outputs)
     of_labels, scores = (
         function(logits, bool(body.multi_label)) for function in (zero_shot.label_logits, zero_shot.scores)
     )

@@ -20,7 +20,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from attncache_core import AttnCacheError, InvalidInput, PrefillResult
+from attncache_core import AttnCacheError, InvalidInput, PrefillEngine, PrefillResult
 from service.access.keys import KeyHolder
 from service.errors import (
     BodyTooLarge,
@@ -107,8 +107,10 @@ class Call:
     body_bytes: int = 0  # that are counted as in flight
     answer_bytes: int = 0  # that are counted as not read yet
     answered_by: str | None = None  # fingerprint of the model, once it is known
+    reuse: bool = True  # as the header X-AttnCache-Reuse asks for, if its route reads it
     content_read: bytes | None = None  # the body, if it is read several times
     _seconds: float = float("inf")  # that the request may take; set by `serving`
+    _serving: Serving | None = None
 
     def header(self, name: str) -> str | None:
         """Return the value of a header, or None."""
@@ -126,33 +128,23 @@ class Call:
         return QueryParams(self.scope["query_string"])
 
     def serving(self) -> Serving:
-        """Return the engine and the other parts that serve this request.
+        """Return the engine and the other parts that serve this request, the same ones until its end.
 
         Raises NotReady while the engine is loading, ModelMismatch if the request requires another model, and
-        InvalidInput if the required fingerprint is malformed.
+        InvalidInput if the required fingerprint, or the timeout, is malformed.
         """
-        serving = self.state.serving()
-        self.answered_by = fingerprint = serving.engine.fingerprint
-        self._require_timeout()
-        header = self.header(REQUIRE_MODEL_HEADER)
-        if header is None:
-            return serving
-        required = header.lower()
-        if not _PINNED.fullmatch(required):
-            raise InvalidInput(
-                f"{REQUIRE_MODEL_HEADER} must be a model's fingerprint, or at least its first 8 characters; "
-                f"{MODEL_HEADER} and /info show the fingerprint",
-                field=REQUIRE_MODEL_HEADER,
-            )
-        if not fingerprint.startswith(required):
-            raise ModelMismatch(
-                f"this server serves {self.state.settings.model}, fingerprint {fingerprint[:12]}, and the "
-                "request requires another model; send the request to a server of that model, or compute "
-                f"stored embeddings again with this model and require its fingerprint, which {MODEL_HEADER} "
-                "holds",
-                field=REQUIRE_MODEL_HEADER,
-            )
-        return serving
+        if self._serving is None:
+            serving = self.state.serving()
+            self.answered_by = serving.engine.fingerprint
+            self._require_timeout()
+            self._require_model(serving.engine.fingerprint)
+            self._serving = serving
+        return self._serving
+
+    @property
+    def engine(self) -> PrefillEngine:
+        """The engine that serves this request. Raises as `serving`."""
+        return self.serving().engine
 
     async def count_in_quota(self, holder: KeyHolder, tokens: int | None = None) -> None:
         """Count the request as one of its key, and again once its texts are known. Raises QuotaExceeded.
@@ -319,6 +311,26 @@ class Call:
                 f"{TIMEOUT_HEADER} must be a number of seconds above 0, such as 2.5", field=TIMEOUT_HEADER
             )
         self._seconds = min(self._seconds, seconds)
+
+    def _require_model(self, fingerprint: str) -> None:
+        header = self.header(REQUIRE_MODEL_HEADER)
+        if header is None:
+            return
+        required = header.lower()
+        if not _PINNED.fullmatch(required):
+            raise InvalidInput(
+                f"{REQUIRE_MODEL_HEADER} must be a model's fingerprint, or at least its first 8 characters; "
+                f"{MODEL_HEADER} and /info show the fingerprint",
+                field=REQUIRE_MODEL_HEADER,
+            )
+        if not fingerprint.startswith(required):
+            raise ModelMismatch(
+                f"this server serves {self.state.settings.model}, fingerprint {fingerprint[:12]}, and the "
+                "request requires another model; send the request to a server of that model, or compute "
+                f"stored embeddings again with this model and require its fingerprint, which {MODEL_HEADER} "
+                "holds",
+                field=REQUIRE_MODEL_HEADER,
+            )
 
     def _overdue(self) -> DeadlineExceeded:
         return DeadlineExceeded(

@@ -49,14 +49,13 @@ class Classifications(BaseModel):
 
 async def create_classifications(call: CurrentCall) -> Answer:
     """Return the probabilities of the labels of the server for each text."""
-    serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_requested()
+    settings = call.state.settings
     body = await call.read(ClassificationRequest)
     check_model_name(body.model, settings)
     check_count(body.input, "input", settings.max_request_inputs)
     source = Texts(body.input, settings.truncate)
     with named("input"):
-        found = await classified(call, serving, source, reuse=reuse, salt=call.salt(body.cache_salt))
+        found = await classified(call, source, salt=call.salt(body.cache_salt))
     rows = found.logits if body.use_activation is False else found.scores()
     best = found.logits.argmax(axis=1).tolist()
     data = (

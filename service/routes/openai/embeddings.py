@@ -11,7 +11,7 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine
 from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
 from service.routes.common import answer, check_count, computed, json_list, named
-from service.routes.embed import embedding_measure, embedding_server
+from service.routes.embed import embedding_engine, embedding_measure
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import EmbeddingsRequest, usage_of
 from service.web.call import Answer, CurrentCall
@@ -19,26 +19,23 @@ from service.web.call import Answer, CurrentCall
 
 async def create_embeddings(call: CurrentCall) -> Answer:
     """Embed one text or several. Embeddings have unit length."""
-    serving, settings = embedding_server(call), call.state.settings
-    reuse = call.reuse_requested()
+    engine, settings = embedding_engine(call), call.state.settings
     body = await call.read(EmbeddingsRequest)
     check_model_name(body.model, settings)
     check_count(body.input, "input", settings.max_request_inputs)
-    serving.engine.require_dimensions(body.dimensions)
+    engine.require_dimensions(body.dimensions)
     source = source_of(body.input, settings.truncate, "right")
     if settings.check_token_ids:
-        _check_ends(serving.engine, source)
+        _check_ends(engine, source)
     with named("input"):
         result = await computed(
             call,
-            serving,
             source,
-            reuse=reuse,
-            prompt=prompt_of(serving.engine, source, None),
-            reads=embedding_measure(serving.engine, body.dimensions),
+            prompt=prompt_of(engine, source, None),
+            reads=embedding_measure(engine, body.dimensions),
             salt=call.salt(body.cache_salt),
         )
-    embeddings = serving.engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
+    embeddings = engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
     content = {
         "object": "list",
         "data": await json_list(_encoded(embeddings, as_base64=body.encoding_format == "base64")),

@@ -64,7 +64,7 @@ def _described(call: Call) -> dict[str, Any]:
         "object": "model",
         "created": _STARTED,
         "owned_by": "attncache",
-        "max_model_len": call.serving().engine.tokenizer.max_tokens,
+        "max_model_len": call.engine.tokenizer.max_tokens,
     }
 
 

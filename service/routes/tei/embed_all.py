@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from service.batching.sources import prompt_of, source_of
 from service.routes.common import answer, check_count, computed, json_list
-from service.routes.embed import embedding_server
+from service.routes.embed import embedding_engine
 from service.routes.tei.schemas import EmbedAllRequest
 from service.web.call import Answer, CurrentCall
 
@@ -17,16 +17,15 @@ async def embed_all(call: CurrentCall) -> Answer:
 
     These are what the model's pooling reads, special tokens included. They are not brought to unit length.
     """
-    serving, settings = embedding_server(call), call.state.settings
-    reuse = call.reuse_requested()
+    engine, settings = embedding_engine(call), call.state.settings
     body = await call.read(EmbedAllRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
     source = source_of(body.inputs, call.truncates(body.truncate), body.truncation_direction or "right")
-    prompt = prompt_of(serving.engine, source, body.prompt_name)
+    prompt = prompt_of(engine, source, body.prompt_name)
     reading = replace(
         prompt, sequence_plans=tuple(replace(plan, states=True) for plan in prompt.sequence_plans)
     )
-    result = await computed(call, serving, source, reuse=reuse, prompt=reading, salt=call.salt())
+    result = await computed(call, source, prompt=reading, salt=call.salt())
     texts = []
     for states in result.token_states or ():
         texts.append(await json_list(states))

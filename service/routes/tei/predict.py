@@ -13,10 +13,8 @@ from service.web.call import Answer, CurrentCall
 
 async def predict(call: CurrentCall) -> Answer:
     """Score the labels of the server for each text or pair, best first."""
-    serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_requested()
     body = await call.read(PredictRequest)
-    check_count(body.inputs.texts, "inputs", settings.max_request_inputs)
+    check_count(body.inputs.texts, "inputs", call.state.settings.max_request_inputs)
     if body.parameters is not None and not body.inputs.is_list and isinstance(body.inputs.texts[0], tuple):
         # A pair for clients of text-embeddings-inference, and two texts for those that send parameters.
         raise InvalidInput(
@@ -25,7 +23,7 @@ async def predict(call: CurrentCall) -> Answer:
             field="inputs",
         )
     source = Texts(body.inputs.texts, call.truncates(body.truncate), body.truncation_direction or "right")
-    found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
+    found = await classified(call, source, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
     scored = zip(found.logits, _scores(found, body).tolist(), strict=True)
     rows = (

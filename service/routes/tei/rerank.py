@@ -109,12 +109,11 @@ async def rerank(call: CurrentCall) -> Answer:
     A cross-encoder, or a reranker in its template, scores each pair of query and document. An embedding model
     scores by the cosine of both embeddings, with the model's prompts for queries and documents.
     """
-    serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_requested()
+    settings = call.state.settings
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
-    maximum = serving.engine.tokenizer.max_tokens
+    maximum = call.engine.tokenizer.max_tokens
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < maximum:
         raise InvalidInput(
             f"max_tokens_per_doc must be at least {maximum}, the maximum of the model, to which documents "
@@ -122,7 +121,7 @@ async def rerank(call: CurrentCall) -> Answer:
             field="max_tokens_per_doc",
         )
     if field == "segments":
-        found = await by_list(call, serving, body.query, documents, reuse, call.salt(body.cache_salt))
+        found = await by_list(call, body.query, documents, call.salt(body.cache_salt))
         return answer(_of_documents(found, documents, body, call), found.result, call)
     check_count(documents, field, settings.max_request_inputs)
     question = Question(
@@ -132,10 +131,9 @@ async def rerank(call: CurrentCall) -> Answer:
         call.truncates(body.truncate),
         body.truncation_direction or "right",
         body.instruction,
-        reuse,
         call.salt(body.cache_salt),
     )
-    found = await relevance(call, serving, question, raw=bool(body.raw_scores))
+    found = await relevance(call, question, raw=bool(body.raw_scores))
     make = _of_texts if field == "texts" else _of_documents
     return answer(make(found, documents, body, call), found.result, call)
 

@@ -50,8 +50,7 @@ class TaskRequest(
 
 async def task(call: CurrentCall) -> Answer:
     """Embed, classify, compare or rank, as the body and the model say."""
-    engine = call.serving().engine
-    return await _handler(await call.content(), engine)(call)
+    return await _handler(await call.content(), call.engine)(call)
 
 
 def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitable[Answer]]:
@@ -109,7 +108,7 @@ async def _zero_shot(call: Call, *, alone: bool) -> Answer:
         }
     )
     try:
-        return await scored(call, call.serving(), classified, call.reuse_requested(), alone=alone)
+        return await scored(call, classified, alone=alone)
     except (InvalidInput, NotFinite) as error:
         _rename(error)
         raise

@@ -20,7 +20,7 @@ _MAX_TOKENS = 2**18
 
 async def tokenize(call: CurrentCall) -> Answer:
     """Return the tokens of each text in the server's template, as /embed computes them, without cutting."""
-    engine, settings = call.serving().engine, call.state.settings
+    engine, settings = call.engine, call.state.settings
     body = await call.read(TokenizeRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
     prompt = engine.tokenizer.named_prompt(body.prompt_name)
@@ -47,7 +47,7 @@ async def tokenize(call: CurrentCall) -> Answer:
 
 async def decode(call: CurrentCall) -> Answer:
     """Return the text of each list of token ids."""
-    engine, settings = call.serving().engine, call.state.settings
+    engine, settings = call.engine, call.state.settings
     body = await call.read(DecodeRequest)
     check_count(body.ids, "ids", settings.max_request_inputs)
     tokens = sum(map(len, body.ids))
