@@ -1,35 +1,66 @@
-"""POST /classify: texts to labels with scores.
+"""POST /classify: texts to labels with scores; and what other routes share that score labels.
 
 the model has classes       outputs -> class logits (-> requested labels) -> softmax, or sigmoid (multi-label)
 the task is label-logits    outputs -> logits of the labels' tokens -> softmax
 the request has labels      outputs . label embeddings, both of unit length -> softmax
-the model is one of NLI     see service/routes/zero_shot.py
+the model is one of NLI     (input, label) -> the pair (input, hypothesis about the label)
+                            -> logits of entailment -> softmax, or sigmoid (multi-label)
+
+Models of natural language inference (NLI) score any labels, also without training for them: zero-shot.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, NoClassifier, class_scores, normalize
+from attncache_core import (
+    InputTooLong,
+    InvalidInput,
+    NoClassifier,
+    NotFinite,
+    PrefillEngine,
+    PrefillResult,
+    class_scores,
+    normalize,
+)
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.vectors import cosine_matrix
+from attncache_core.heads.vectors import cosine_matrix, require_finite
+from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
+from attncache_core.text.labels import LabelTokens
 from attncache_core.text.limits import require_distinct
+from service.batching.segments import DividedTexts
 from service.batching.sources import Source, Texts
-from service.errors import TooManyInputs
-from service.routes.common import answer, best_first, check_count, computed, json_list, label_logits, named
+from service.errors import TooManyInputs, rename
+from service.routes.common import answer, check_count, computed, json_list, named, text_index
 from service.routes.inputs import answered
-from service.routes.zero_shot import Scores, by_entailment, is_zero_shot, refuse_fields
 from service.schemas import ClassifyRequest
 from service.web.call import Answer, Call, CurrentCall
 
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MAX_ANSWER_CHARACTERS = 2**24
+
+
+class Classified(NamedTuple):
+    """The logits of labels for some texts."""
+
+    labels: Sequence[str]
+    logits: np.ndarray  # float32 [texts, labels], in the order of the scores
+    result: PrefillResult
+    multi_label: bool = False  # whether each label is decided by itself
+    temperature: float = 1.0
+
+    def scores(self, multi_label: bool | None = None) -> np.ndarray:
+        """Return the scores, float32 [texts, labels]. multi_label: None: as the model says."""
+        by_itself = self.multi_label if multi_label is None else multi_label
+        return class_scores(self.logits, self.temperature, by_itself)
 
 
 async def classify(call: CurrentCall) -> Answer:
@@ -42,18 +73,18 @@ async def scored(call: Call, body: ClassifyRequest, *, alone: bool = False) -> A
 
     async def compute(source: Source) -> Answer:
         if call.engine.checkpoint.task == "label-logits":
-            found = await _by_tokens(call, body, source)
+            found = await _by_requested_tokens(call, body, source)
         else:
             found = await _by_output(call, body, source)
-        rows = map(partial(_best_first, found.labels), found.logits, found.scores)
+        rows = map(partial(_best_first, found.labels), found.logits, found.scores())
         return answer(next(rows) if alone else await json_list(rows), found.result, call, source)
 
-    if body.labels is not None and is_zero_shot(call.engine, body):
-        refuse_fields(body)
+    if _is_zero_shot(call.engine, body):
+        _refuse_fields(body)
     return await answered(call, body, compute)
 
 
-async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Scores:
+async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Classified:
     """Score classes, or labels that are compared by embedding or by entailment."""
     settings, decisions = call.state.settings, call.engine.decisions
     if body.template is not None:
@@ -61,9 +92,9 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Score
             "template is accepted only by a server with --task label-logits, which scores labels by tokens",
             field="template",
         )
-    if body.labels is not None and is_zero_shot(call.engine, body):
+    if body.labels is not None and _is_zero_shot(call.engine, body):
         _check_labels(body.labels, source.count, settings.max_request_inputs)
-        return await by_entailment(call, body, source)
+        return await _by_entailment(call, body, body.labels, source)
     _refuse_zero_shot(body)
     salt = call.salt(body.cache_salt)
     known = decisions.labels
@@ -75,8 +106,8 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Score
         embeddings = await _label_embeddings(call, labels, call.truncates(body.truncate), salt)
         result = await computed(call, source, reads=None, salt=salt)
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
-        scores = class_scores(similarities, body.temperature or SIMILARITY_TEMPERATURE)
-        return Scores(labels, similarities, scores, result)
+        temperature = body.temperature or SIMILARITY_TEMPERATURE
+        return Classified(labels, similarities, result, temperature=temperature)
     columns = _columns(body.labels, known)
     # The budget of a database was measured for all classes of the server, and not for other ones.
     is_whole = body.labels is None or len(columns) == len(known)
@@ -84,8 +115,8 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Score
     result = await computed(call, source, reads=reads, salt=salt)
     logits = decisions.class_logits(result.outputs)[:, columns]
     temperature = (body.temperature or decisions.temperature) / decisions.temperature
-    scores = class_scores(logits, temperature, decisions.multi_label)
-    return Scores([known[column] for column in columns], logits, scores, result)
+    labels = [known[column] for column in columns]
+    return Classified(labels, logits, result, decisions.multi_label, temperature)
 
 
 def _refuse_zero_shot(body: ClassifyRequest) -> None:
@@ -99,7 +130,7 @@ def _refuse_zero_shot(body: ClassifyRequest) -> None:
             )
 
 
-async def _by_tokens(call: Call, body: ClassifyRequest, source: Source) -> Scores:
+async def _by_requested_tokens(call: Call, body: ClassifyRequest, source: Source) -> Classified:
     """Score labels by the logits of their tokens after the template."""
     _refuse_zero_shot(body)
     if body.labels is not None:
@@ -107,8 +138,96 @@ async def _by_tokens(call: Call, body: ClassifyRequest, source: Source) -> Score
     template = None if body.template is None else Template.parse(body.template, pairs=False)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(call.engine.decisions.labels_in, template, body.labels)
-    logits, result = await label_logits(call, source, labels, salt=call.salt(body.cache_salt))
-    return Scores(list(labels.labels), logits, class_scores(logits, body.temperature or 1.0), result)
+    found = await by_tokens(call, source, labels, salt=call.salt(body.cache_salt))
+    return found._replace(temperature=body.temperature or 1.0)
+
+
+async def by_tokens(call: Call, source: Source, labels: LabelTokens, *, salt: bytes) -> Classified:
+    """Compute texts in the prompt of labels, and score the labels by the logits of their tokens.
+
+    Raises NotFinite for the field "labels", and as `computed`.
+    """
+    result = await computed(call, source, prompt=labels.prompt, labels=labels, salt=salt)
+    # In a thread, because many labels have many log-probabilities to add.
+    logits = await asyncio.to_thread(
+        call.engine.decisions.label_logits, labels, result.outputs, result.log_probabilities
+    )
+    # The outputs are finite, so a NaN here comes from a label's row of the language head.
+    require_finite(np.isfinite(logits).T, "labels")
+    return Classified(labels.labels, logits, result)
+
+
+async def classified(call: Call, source: Source, *, salt: bytes) -> Classified:
+    """Compute texts, or pairs, and score the server's labels.
+
+    Raises NoClassifier if the server has no labels, and as Batcher.submit.
+    """
+    decisions = call.engine.decisions
+    if call.engine.checkpoint.task == "label-logits":
+        return await by_tokens(call, source, decisions.labels_in(), salt=salt)
+    if decisions.labels is None:
+        raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
+    result = await computed(call, source, reads=Measure.AGREEMENT, salt=salt)
+    logits = decisions.class_logits(result.outputs)
+    return Classified(decisions.labels, logits, result, decisions.multi_label)
+
+
+def _is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:
+    """Return whether a request has labels that are scored by entailment.
+
+    They are if the model is one of NLI, unless all labels are classes of the model and the request has no
+    field of zero-shot classification.
+    """
+    is_nli = engine.checkpoint.task == "classify" and entailment_class(engine.checkpoint.config) is not None
+    if body.labels is None or not is_nli:
+        return False
+    asks = body.hypothesis_template is not None or body.multi_label is not None
+    return asks or not set(body.labels) <= set(engine.decisions.labels or ())
+
+
+def _refuse_fields(body: ClassifyRequest) -> None:
+    """Raise InvalidInput for the fields that labels scored by entailment do not have."""
+    for field in ("session_id", "segments", "temperature"):
+        if getattr(body, field) is not None:
+            raise InvalidInput(
+                f"{field} is not accepted with labels that are scored by entailment", field=field
+            )
+
+
+async def _by_entailment(
+    call: Call, body: ClassifyRequest, labels: Sequence[str], source: Source
+) -> Classified:
+    """Score each label for each input. Raises TooManyInputs, and as submit."""
+    if isinstance(source, DividedTexts):
+        source = source.texts  # only the input of a pair could be divided
+    assert isinstance(source, Texts)
+    decisions, maximum = call.engine.decisions, call.state.settings.max_queue_sequences
+    zero_shot = decisions.zero_shot(labels, body.hypothesis_template or HYPOTHESIS_TEMPLATE)
+    pair_count = source.count * len(labels)
+    if pair_count > maximum:
+        raise TooManyInputs(
+            f"inputs make {pair_count} pairs with these labels, and at most {maximum} may wait",
+            field="labels" if len(labels) > maximum else "inputs",
+        )
+    texts = [text for text in source.texts if isinstance(text, str)]
+    pairs = Texts(zero_shot.pairs(texts), source.truncate, source.cut)
+    with _naming_pairs(len(labels)):
+        result = await computed(call, pairs, prompt=zero_shot.prompt, salt=call.salt(body.cache_salt))
+    multi_label = bool(body.multi_label)
+    logits = zero_shot.label_logits(decisions.class_logits(result.outputs), multi_label)
+    return Classified(labels, logits, result, multi_label or len(labels) == 1)
+
+
+@contextmanager
+def _naming_pairs(labels: int) -> Iterator[None]:
+    """Let errors about a pair name the input, or the label that leaves no room for the input."""
+    try:
+        yield
+    except (InvalidInput, NotFinite) as error:
+        if (index := text_index(error)) is not None:
+            is_full = isinstance(error, InvalidInput) and not isinstance(error, InputTooLong)
+            rename(error, f"labels[{index % labels}]" if is_full else f"inputs[{index // labels}]")
+        raise
 
 
 def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
@@ -157,6 +276,12 @@ async def _label_embeddings(call: Call, labels: list[str], truncate: bool, salt:
     return np.stack([known[label] for label in labels])
 
 
-def _best_first(labels: list[str], logits: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
+def best_first(logits: np.ndarray) -> list[int]:
+    """Return the indices of logits [n], the largest first: the scores of large logits may all be 1."""
+    order: list[int] = np.argsort(-logits, kind="stable").tolist()
+    return order
+
+
+def _best_first(labels: Sequence[str], logits: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
     values = scores.tolist()
     return [{"label": labels[column], "score": values[column]} for column in best_first(logits)]

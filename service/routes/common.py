@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import orjson
 from starlette.responses import Response
 
-from attncache_core import InvalidInput, NoClassifier, NotFinite, PrefillResult, class_scores
+from attncache_core import InvalidInput, NotFinite, PrefillResult
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.vectors import require_finite
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source
@@ -178,63 +176,6 @@ def _of_conversation(conversation: Conversation) -> dict[str, str]:
     if conversation.approximate:
         headers[APPROXIMATE_HEADER] = "truncated"
     return headers
-
-
-class Classified(NamedTuple):
-    """The logits of the server's labels for some texts."""
-
-    labels: tuple[str, ...]
-    logits: np.ndarray  # float32 [texts, labels]
-    multi_label: bool  # whether each label is decided by itself
-    result: PrefillResult
-
-    def scores(self, multi_label: bool | None = None) -> np.ndarray:
-        """Return the scores, float32 [texts, labels]. multi_label: None: as the model says."""
-        return class_scores(self.logits, multi_label=self.multi_label if multi_label is None else multi_label)
-
-
-async def label_logits(
-    call: Call, source: Source, labels: LabelTokens, *, salt: bytes
-) -> tuple[np.ndarray, PrefillResult]:
-    """Compute texts in the prompt of labels, and return the labels' logits, float32 [texts, labels].
-
-    Raises NotFinite for the field "labels", and as `computed`.
-    """
-    result = await computed(call, source, prompt=labels.prompt, labels=labels, salt=salt)
-    # In a thread, because many labels have many log-probabilities to add.
-    logits = await asyncio.to_thread(
-        call.engine.decisions.label_logits, labels, result.outputs, result.log_probabilities
-    )
-    # The outputs are finite, so a NaN here comes from a label's row of the language head.
-    require_finite(np.isfinite(logits).T, "labels")
-    return logits, result
-
-
-async def classified(call: Call, source: Source, *, salt: bytes) -> Classified:
-    """Compute texts, or pairs, and return the logits of the server's labels.
-
-    Raises NoClassifier if the server has no labels, and as Batcher.submit.
-    """
-    engine = call.engine
-    if engine.checkpoint.task == "label-logits":
-        labels = engine.decisions.labels_in()
-        logits, result = await label_logits(call, source, labels, salt=salt)
-        return Classified(labels.labels, logits, False, result)
-    if engine.decisions.labels is None:
-        raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
-    result = await computed(call, source, reads=Measure.AGREEMENT, salt=salt)
-    return Classified(
-        engine.decisions.labels,
-        engine.decisions.class_logits(result.outputs),
-        engine.decisions.multi_label,
-        result,
-    )
-
-
-def best_first(logits: np.ndarray) -> list[int]:
-    """Return the indices of logits [n], the largest first: the scores of large logits may all be 1."""
-    order: list[int] = np.argsort(-logits, kind="stable").tolist()
-    return order
 
 
 def json_response(content: Any) -> Response:

@@ -25,7 +25,8 @@ from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Texts, bare_prompt
 from service.errors import rename
-from service.routes.common import best_first, computed, label_logits, named
+from service.routes.classify import best_first, by_tokens
+from service.routes.common import computed, named
 from service.routes.inputs import segments_of
 from service.schemas import Side
 from service.web.call import Call
@@ -90,9 +91,9 @@ async def by_list(call: Call, query: str, documents: list[str], salt: bytes) -> 
             field="segments",
         )
     source = segments_of(call, documents, query, headings(len(documents)))
-    logits, result = await label_logits(call, source, call.engine.decisions.letters, salt=salt)
-    logits = logits[:, : len(documents)]
-    return Relevance(logits[0], class_scores(logits)[0], result)
+    found = await by_tokens(call, source, call.engine.decisions.letters, salt=salt)
+    logits = found.logits[:, : len(documents)]
+    return Relevance(logits[0], class_scores(logits)[0], found.result)
 
 
 async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
@@ -117,7 +118,7 @@ async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
         if isinstance(error, InputTooLong):
             await asyncio.to_thread(_require_short_query, engine, question.query, error)
         raise
-    # In a thread, as in label_logits: the model may be a decoder whose labels are scored.
+    # In a thread, as in by_tokens: the model may be a decoder whose labels are scored.
     logits = await asyncio.to_thread(engine.pair_scores.logits, result.outputs, result.log_probabilities)
     return Relevance(logits, logits if raw else class_scores(logits, multi_label=True), result)
 

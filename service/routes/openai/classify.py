@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from service.batching.sources import Texts
-from service.routes.common import answer, check_count, classified, json_list, named
+from service.routes.classify import classified
+from service.routes.common import answer, check_count, json_list, named
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import ModelName, Salt, Usage, User, usage_of
 from service.schemas import Body, Inputs

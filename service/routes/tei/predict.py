@@ -6,7 +6,8 @@ import numpy as np
 
 from attncache_core import InvalidInput
 from service.batching.sources import Texts
-from service.routes.common import Classified, answer, best_first, check_count, classified, json_list
+from service.routes.classify import Classified, best_first, classified
+from service.routes.common import answer, check_count, json_list
 from service.routes.tei.schemas import PredictRequest
 from service.web.call import Answer, CurrentCall
 
