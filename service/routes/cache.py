@@ -32,7 +32,7 @@ from service.routes.inference_route import (
 )
 from service.schemas import Body, Inputs, Name, Text, Texts
 from service.state import ServiceState
-from service.web.call import Call, Client, CurrentCall, number
+from service.web.call import Call, CurrentCall, number
 
 logger = logging.getLogger(__name__)
 
@@ -314,9 +314,8 @@ async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:
     async def receive() -> Message:
         return await asyncio.Future()
 
-    client = Client(("worker",), command["namespace"].encode())
-    call = Call({}, receive, state, {}, client, command["request_id"], is_relayed=True)
-    call.content_read = command["body"].encode()
+    call = Call({}, receive, state, {}, ("worker",), command["request_id"], is_relayed=True)
+    call.namespace, call.content_read = command["namespace"].encode(), command["body"].encode()
     routes = {"warm": warm, "pin": pin, "drop": drop}
     return bytes((await routes[command["route"]](call)).body)
 
@@ -334,7 +333,7 @@ async def _of_other_workers(
     command = {
         "route": route,
         "body": "" if body is None else body.model_dump_json(exclude_unset=True),
-        "namespace": call.client.namespace.decode(),
+        "namespace": call.namespace.decode(),
         "request_id": call.request_id,
     }
     answers = await group.ask(command, call.pause)

@@ -84,7 +84,7 @@ async def computed(
     sampling = None if isinstance(source, Conversation) or not counted else call.state.sampling
     pending = serving.batcher.submit(
         source,
-        flow=call.client.flow,
+        flow=call.flow,
         reuse=reuse and call.reuse,
         prompt=prompt,
         labels=labels,
@@ -93,7 +93,7 @@ async def computed(
         counted=counted,
         repeats=repeats,
         timing=timing,
-        answered=partial(sampling.offer, call.client.key) if sampling else None,
+        answered=partial(sampling.offer, call.key) if sampling else None,
         seconds=call.seconds_left,
     )
     call.timings.append(timing)

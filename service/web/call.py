@@ -53,17 +53,6 @@ _PART_BYTES = 256 * 1024  # of an answer
 T = TypeVar("T")
 
 
-class Client(NamedTuple):
-    """Who sent a request."""
-
-    # Requests of one flow wait for each other; flows take turns. From the outside in: a key, a connection
-    # or, behind trusted proxies, an address.
-    flow: tuple[object, ...]
-    # Separates what is kept for a client from what is kept for others.
-    namespace: bytes = b""
-    key: str | None = None  # name of the API key
-
-
 class Answer(NamedTuple):
     """A response: its body, and headers beside those that every response has."""
 
@@ -95,8 +84,11 @@ class Call:
     receive: Receive
     state: ServiceState
     headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
-    client: Client
+    # Requests of one flow wait for each other; flows take turns. From the outside in: a key, a connection
+    # or, behind trusted proxies, an address.
+    flow: tuple[object, ...]
     request_id: str
+    namespace: bytes = b""  # separates what is kept for the client from what is kept for others
     is_relayed: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     taken_tokens: int | None = None  # by the quotas of the holder, until the end; None: it is not counted
@@ -116,6 +108,11 @@ class Call:
         """Return the value of a header, or None."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1").strip()
+
+    @property
+    def key(self) -> str | None:
+        """The name of the API key; None: no keys are set."""
+        return None if self.holder is None else self.holder.name
 
     @property
     def tokens(self) -> int:
@@ -175,7 +172,7 @@ class Call:
 
     def salt(self, cache_salt: str | None = None) -> bytes:
         """Return what separates requests: the namespace of the client, and the salt of the body."""
-        return self.client.namespace + (cache_salt or "").encode()
+        return self.namespace + (cache_salt or "").encode()
 
     async def read(self, schema: type[Schema]) -> Schema:
         """Read and check the request's body.

@@ -34,7 +34,7 @@ from service.observability.metrics import route_of
 from service.observability.tracing import TRACE_HEADERS
 from service.settings import Settings
 from service.state import ServiceState
-from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client
+from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call
 from service.web.connection import HEALTH_PATHS
 from service.web.error_shapes import shape_of
 from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_among, is_for_operators
@@ -99,8 +99,8 @@ class Front(FastAPI):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         forwarded = None if self._proxies is None else self._proxies.client_of(scope)
-        client = Client((scope.get(CONNECTION, scope.get("client")) if forwarded is None else forwarded,))
-        call = Call(scope, receive, self._service, headers, client, _request_id(headers, self._own_ids))
+        client = scope.get(CONNECTION, scope.get("client")) if forwarded is None else forwarded
+        call = Call(scope, receive, self._service, headers, (client,), _request_id(headers, self._own_ids))
         REQUEST_ID.set(call.request_id)
         scope[CALL] = call
         try:
@@ -156,7 +156,7 @@ class Front(FastAPI):
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
             check_admin(path, holder)
-            call.client = Client((holder.name, *call.client.flow), holder.namespace, holder.name)
+            call.flow, call.namespace = (holder.name, *call.flow), holder.namespace
         has_admin_port = self._service.settings.admin_port is not None
         if has_admin_port and listener != "admin" and is_for_operators(path):
             raise NotFound("this path is served on --admin-port only")
@@ -244,7 +244,7 @@ def _finished(call: Call, route: str, ended: float) -> FinishedRequest:
         call.started,
         ended,
         time.time(),
-        None if call.holder is None else call.holder.name,
+        call.key,
         sum(map(len, results)),
         call.tokens,
         sum(result.all_cached_tokens for result in results),
