@@ -21,8 +21,7 @@ from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
 from attncache_core import normalize as unit_length
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.text.tokenizer import TextTokenizer
-from service.batching.left_cut import cut_left
-from service.batching.sources import Texts, TokenSequences, bare_prompt
+from service.batching.sources import Texts, TokenSequences, bare_prompt, cut_left
 
 pytestmark = pytest.mark.anyio
 
