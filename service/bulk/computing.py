@@ -27,8 +27,8 @@ from attncache_core import (
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.bulk.chunks import Chunk
 from service.bulk.formats import Classes
+from service.bulk.rows import Chunk
 from service.errors import rename
 
 

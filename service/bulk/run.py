@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
-from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
-from service.bulk.rows import open_rows
+from service.bulk.rows import ChunkReader, open_rows
 from service.bulk.spool import open_spool, partial, progress, remove_spool
 
 

@@ -25,10 +25,9 @@ import numpy as np
 import orjson
 
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
-from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import as_parquet, check_labels, holds_shard, pyarrow_parquet
-from service.bulk.rows import ParquetRows
+from service.bulk.rows import ChunkReader, ParquetRows
 from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
 

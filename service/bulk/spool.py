@@ -26,7 +26,7 @@ import orjson
 
 from attncache_core import InvalidInput
 from attncache_core.runtime.files import remove_unfinished, write_whole
-from service.bulk.chunks import NOTHING, Done
+from service.bulk.rows import NOTHING, Done
 
 _NUMBER = np.dtype("<f4")
 

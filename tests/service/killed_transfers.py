@@ -4,7 +4,7 @@ import os
 import signal
 
 from service import objects
-from service.bulk import chunks, spool
+from service.bulk import rows, spool
 from service.cli import main
 from service.loading import pushing, remote
 
@@ -35,7 +35,7 @@ def download_until_killed(url, cache, checkpoint, ranges):
 
 def run_until_killed(rows_per_chunk, chunk, arguments):
     """Run a bulk command that kills its own process while a chunk is half written."""
-    chunks.CHUNK_ROWS = rows_per_chunk
+    rows.CHUNK_ROWS = rows_per_chunk
     append, saved = spool.Spool.append, [0]
 
     def append_until_killed(self, numbers, done):

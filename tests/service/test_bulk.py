@@ -21,11 +21,10 @@ from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_cl
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.runner import Runner
 from attncache_core.errors import InvalidInput
-from service.bulk import chunks, formats, rows, spool
-from service.bulk.chunks import ChunkReader
+from service.bulk import formats, rows, spool
 from service.bulk.computing import Computing, embedding
 from service.bulk.formats import Classes, write_output
-from service.bulk.rows import open_rows
+from service.bulk.rows import ChunkReader, open_rows
 
 ROWS_PER_CHUNK = 8
 
@@ -33,7 +32,7 @@ ROWS_PER_CHUNK = 8
 @pytest.fixture(scope="module", autouse=True)
 def _small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_ROWS", ROWS_PER_CHUNK)
+        patch.setattr("service.bulk.rows.CHUNK_ROWS", ROWS_PER_CHUNK)
         yield
 
 
@@ -381,7 +380,7 @@ def test_stopped_run_says_how_to_continue(
     one_line(run(*arguments), *words, code=code)
     assert left_files(tmp_path) == (["out.npy.partial", "out.npy.progress"] if chunk else [])
     if chunk == 2:
-        monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
+        monkeypatch.setattr("service.bulk.rows.CHUNK_CHARACTERS", 40)
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
 
@@ -703,7 +702,7 @@ def test_at_most_one_chunk_is_read_ahead(tiny_engine):
 
 
 def test_run_of_long_texts_is_saved_every_few_hundred_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 4096)
+    monkeypatch.setattr("service.bulk.rows.CHUNK_ROWS", 4096)
     source = write_texts(tmp_path / "texts.tsv", ["my card is lost " * 60] * 1000)
     with open_rows(source, "body") as rows:
         sizes = [len(chunk.texts) for chunk in ChunkReader(rows).chunks()]
@@ -764,7 +763,7 @@ def batches(monkeypatch):
 
 def computed(engine, texts, batch_tokens):
     """Return the embeddings of a chunk of texts."""
-    chunk = chunks.Chunk(texts, list(range(len(texts))), chunks.NOTHING, 1.0, None)
+    chunk = rows.Chunk(texts, list(range(len(texts))), rows.NOTHING, 1.0, None)
     with Computing(engine, embedding(engine, None, None), batch_tokens) as computing:
         ((_, numbers),) = computing.computed([chunk])
     return numbers
