@@ -42,6 +42,7 @@ class Limits(Group):
     max_queue_seconds: float = Field(
         1.0,
         ge=0,
+        allow_inf_nan=True,
         description="Most seconds of work that may come before a request, as measured. Further requests of "
         "the same client get status 429 at once. A full batch may always wait; inf has no limit.",
     )
@@ -54,7 +55,6 @@ class Limits(Group):
     request_seconds: float = Field(
         60.0,
         gt=0,
-        allow_inf_nan=False,
         description="Drop a request that is not answered after this time, with status 504. A request may ask "
         "for less by X-AttnCache-Timeout.",
     )

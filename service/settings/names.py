@@ -14,7 +14,7 @@ CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 class Group(BaseModel):
     """Settings that belong together. The help and the documentation list them under `title`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     title: ClassVar[str]
 

@@ -35,14 +35,12 @@ class Reuse(Group):
     )
     threshold: float | None = Field(
         None,
-        allow_inf_nan=False,
         description="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database, "
         "which keep its quality budget.",
     )
     min_gain: float = Field(
         0.05,
         ge=0,
-        allow_inf_nan=False,
         description="Reuse only where reuse makes whole passes faster by at least this share, measured on "
         "this machine; 0 reuses wherever the quality budget holds.",
     )
@@ -50,6 +48,7 @@ class Reuse(Group):
         0.01,
         ge=0,
         le=1,
+        allow_inf_nan=True,  # the range says more
         description="Compute this share of the hits again in full, after the response was sent.",
     )
     cache_dir: Path | None = Field(
@@ -72,13 +71,11 @@ class Reuse(Group):
     sample_half_life_hours: float = Field(
         168.0,
         gt=0,
-        allow_inf_nan=False,
         description="A text that was not asked for this long has half the weight of a new text.",
     )
     renew_hours: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="Renew the database from the sample every so many hours, in a process of lowest "
         "priority. 24 is usual. Default: only `attncache renew` renews it.",
     )
@@ -173,7 +170,6 @@ class Sessions(Group):
     session_ttl_seconds: float = Field(
         3600.0,
         gt=0,
-        allow_inf_nan=False,
         description="Drop the history of a session this long after its last request.",
     )
     session_overflow: OverflowWay = Field(
