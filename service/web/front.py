@@ -2,7 +2,12 @@
 
     socket -> uvicorn -> Front -> an inference route, or the router of FastAPI -> a response
 
-The front takes the place of the middleware of FastAPI, so that errors become responses in one place only.
+The front takes the place of the middleware of FastAPI, so that errors become responses in one place only. The
+JSON of an error has the shape that the clients of its path read:
+
+    this server's own                          {"error": {"code", "message", "field"}}
+    OpenAI's, on /v1 and /v2                   {"error": {"message", "type", "param", "code"}}
+    that of text-embeddings-inference (TEI)    {"error", "error_type"}
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -25,9 +30,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from attncache_core import AttnCacheError
+from attncache_core import AttnCacheError, InputTooLong
 from service.access.keys import ADMIN, KeyHolder
-from service.errors import Forbidden, InternalError, MethodNotAllowed, NotFound, headers_of, log_failure
+from service.errors import (
+    Forbidden,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    QueueFull,
+    QuotaExceeded,
+    Unauthorized,
+    UnknownModel,
+    headers_of,
+    log_failure,
+    ours,
+)
 from service.observability.finished import FinishedRequest
 from service.observability.logs import REQUEST_ID
 from service.observability.metrics import route_of
@@ -36,7 +53,6 @@ from service.settings import Settings
 from service.state import ServiceState
 from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call
 from service.web.connection import HEALTH_PATHS
-from service.web.error_shapes import shape_of
 from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_among, is_for_operators
 from service.web.proxies import TrustedProxies
 
@@ -65,6 +81,19 @@ _MIN_GZIP_BYTES = 8 * 1024
 # Numbers written as text hardly become smaller at higher levels, and the event loop waits meanwhile.
 _GZIP_LEVEL = 1
 _NO_GZIP = re.compile(r"gzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
+# Clients of OpenAI read these codes.
+_OPENAI_CODES = {
+    Unauthorized.code: "invalid_api_key",
+    UnknownModel.code: "model_not_found",
+    InputTooLong.code: "context_length_exceeded",
+    QueueFull.code: "rate_limit_exceeded",
+    QuotaExceeded.code: "rate_limit_exceeded",
+}
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TEI_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
+# The paths of TEI that this server has no older route of its own for.
+_TEI_PATHS = frozenset({"/", "/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"})
+_OPENAI_PREFIXES = ("/v1/", "/v2/")
 
 
 class Front(FastAPI):
@@ -139,8 +168,8 @@ class Front(FastAPI):
             headers = headers_of(failure)
         if call.status == NOT_ANSWERED:
             fields = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
-            shape = shape_of(call.scope["path"])
-            await Answer(orjson.dumps(shape(failure)), fields, failure.status).send(send_noting_status)
+            content = _shape_of(call.scope["path"])(failure)
+            await Answer(orjson.dumps(content), fields, failure.status).send(send_noting_status)
 
     def _route(self, scope: Scope) -> ASGIApp:
         """Return what answers: a route for inference, or the router of all routes."""
@@ -223,6 +252,31 @@ def _from_router(error: HTTPException) -> AttnCacheError:
     if error.status_code == MethodNotAllowed.status:
         return MethodNotAllowed("this path does not support this method")
     return NotFound(_NO_SUCH_PATH)
+
+
+def _openai(error: AttnCacheError) -> dict[str, Any]:
+    """Return the JSON of an error, as OpenAI's clients read it."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": str(error),
+            "type": _OPENAI_TYPES.get(error.status, kind),
+            "param": error.field,
+            "code": _OPENAI_CODES.get(error.code, error.code),
+        }
+    }
+
+
+def _tei(error: AttnCacheError) -> dict[str, Any]:
+    """Return the JSON of an error, as clients of text-embeddings-inference read it."""
+    return {"error": str(error), "error_type": _TEI_TYPES.get(error.status, "Validation")}
+
+
+def _shape_of(path: str) -> Callable[[AttnCacheError], dict[str, Any]]:
+    """Return what makes the JSON of errors on a path, whether the path exists or not."""
+    if path.startswith(_OPENAI_PREFIXES) or path in ("/v1", "/v2"):
+        return _openai
+    return _tei if path in _TEI_PATHS else ours
 
 
 def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:
