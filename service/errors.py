@@ -1,27 +1,7 @@
 """The service's own errors, and the functions that turn any error into a response or a log line.
 
-    connection      MalformedRequest, HeadersTooLarge, RequestTimeout
-                                                       the client must correct what it sends, or send faster
-                    TooManyConnections, ShuttingDown   the client may retry after `Retry-After`
-    bytes           BodyTooLarge, MalformedBody        the client must correct its body
-    valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding, UnknownModel
-    headers         ModelMismatch                      the client requires another model
-    key             Unauthorized, Forbidden            the client must send another key
-                    QuotaExceeded                      the client may retry after `Retry-After`
-    /cache          NoKeyValues                        the server stores no keys and values
-    session         UnknownSession                     the client can send the whole conversation
-    queue           QueueFull, NotReady                the client may retry after `Retry-After`
-    process         Stuck                              a batch or the event loop has not ended for too long
-                    StoreUnavailable                   the client may retry after `Retry-After`
-                    SharedUnavailable                  the client may retry after `Retry-After`
-                    WorkerUnavailable                  the client may retry after `Retry-After`
-    time            DeadlineExceeded                   the client can send less, or allow more time
-    engine          InternalError                      a fixed sentence; the details are in the log
-                    NotFinite (core)                   the client can omit the text that the error names
-    start           InvalidSettings, AddressUnavailable
-
-The body of every error response is {"error": {"code", "message", "field"}}. No message and no log line holds
-a user's text.
+docs/api.md has a table of all codes, and what a client does about each. No message and no log line holds a
+user's text.
 """
 
 from __future__ import annotations
