@@ -17,22 +17,12 @@ from service.routes.openai import models
 from service.routes.openai.classify import ClassificationRequest, Classifications, create_classifications
 from service.routes.openai.embeddings import create_embeddings
 from service.routes.openai.schemas import OPENAI, Embeddings, EmbeddingsRequest
-from service.routes.tei.embed_all import embed_all
-from service.routes.tei.predict import predict
+from service.routes.tei.embeddings import EmbedAllRequest, SimilarityRequest, embed_all, similarity
+from service.routes.tei.predict import PredictRequest, predict
 from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
 from service.routes.tei.root import TaskRequest, task
-from service.routes.tei.schemas import (
-    TEI,
-    DecodeRequest,
-    EmbedAllRequest,
-    PredictRequest,
-    SimilarityRequest,
-    SimpleToken,
-    TeiErrorBody,
-    TokenizeRequest,
-)
-from service.routes.tei.similarity import similarity
-from service.routes.tei.tokens import decode, tokenize
+from service.routes.tei.schemas import TEI, TeiErrorBody
+from service.routes.tei.tokens import DecodeRequest, SimpleToken, TokenizeRequest, decode, tokenize
 from service.schemas import ClassifyRequest, EmbedRequest, LabelScore
 from service.settings import Settings
 from service.state import Loaded, ServiceState

@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal, NamedTuple
+
 import numpy as np
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
+from attncache_core.checkpoints.template import Text as TextOrPair
 from service.batching.sources import Texts
 from service.routes.classify import Classified, best_first, classified
 from service.routes.common import answer, check_count, json_list
-from service.routes.tei.schemas import PredictRequest
+from service.routes.tei.schemas import CutRequest
+from service.schemas import REFUSED, Body, Text, checked_text
 from service.web.call import Answer, CurrentCall
+
+
+class Predicted(NamedTuple):
+    """What a request for predictions is about."""
+
+    texts: list[TextOrPair]
+    is_list: bool  # whether the response is a list with an element per text
+
+
+def _predicted(inputs: Any) -> Predicted:
+    """Return the texts and pairs of "text", ["text"], ["one", "other"], or [["text"], ["one", "other"]]."""
+    if isinstance(inputs, str):
+        return Predicted([checked_text(inputs)], False)
+    if not isinstance(inputs, list) or not inputs:
+        raise _not_predictable("")
+    if isinstance(inputs[0], list):
+        return Predicted([_text_or_pair(each, f"[{index}]") for index, each in enumerate(inputs)], True)
+    return Predicted([_text_or_pair(inputs, "")], False)
+
+
+def _text_or_pair(texts: Any, where: str) -> TextOrPair:
+    if not isinstance(texts, list) or len(texts) not in (1, 2):
+        raise _not_predictable(where)
+    if not all(isinstance(text, str) for text in texts):
+        raise _not_predictable(where)
+    for text in texts:
+        checked_text(text)
+    return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+
+
+def _not_predictable(where: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        REFUSED,
+        "must be a text, a pair [text, text], or a list of [text] and [text, text]{where}",
+        {"where": f"; element {where} is neither" if where else ""},
+    )
+
+
+class PredictParameters(Body):
+    """The parameters that clients of the Hugging Face Hub send to classify texts."""
+
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
+        None, description="What makes scores of logits. Default: what the model was trained with."
+    )
+    top_k: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="Return this many of the best labels. Default: all."
+    )
+
+
+class PredictRequest(CutRequest):
+    """The body of POST /predict."""
+
+    inputs: Annotated[
+        Predicted,
+        PlainValidator(
+            _predicted,
+            json_schema_input_type=Text
+            | Annotated[list[Text], Field(min_length=1, max_length=2)]
+            | Annotated[list[Annotated[list[Text], Field(min_length=1, max_length=2)]], Field(min_length=1)],
+        ),
+    ] = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
+    raw_scores: bool = Field(False, description="Return logits instead of probabilities.")
+    parameters: PredictParameters | None = Field(
+        None,
+        description="Sent by clients of the Hugging Face Hub. With it, the response to one text is a list "
+        "with one element, too.",
+    )
 
 
 async def predict(call: CurrentCall) -> Answer:

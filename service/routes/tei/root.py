@@ -19,10 +19,9 @@ from attncache_core import InvalidInput, NotFinite, PrefillEngine
 from service.errors import rename
 from service.routes.classify import scored
 from service.routes.embed import embed
-from service.routes.tei.predict import predict
+from service.routes.tei.embeddings import SimilarityRequest, similarity
+from service.routes.tei.predict import PredictParameters, PredictRequest, predict
 from service.routes.tei.rerank import RerankRequest, rerank
-from service.routes.tei.schemas import PredictParameters, PredictRequest, SimilarityRequest
-from service.routes.tei.similarity import similarity
 from service.schemas import Body, ClassifyRequest, EmbedRequest, Inputs, Text, Texts
 from service.web.call import Answer, Call, CurrentCall
 

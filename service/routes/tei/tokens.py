@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BaseModel, BeforeValidator, Field
 
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
 from service.routes.common import check_count
-from service.routes.tei.schemas import DecodeRequest, TokenizeRequest
+from service.routes.tei.schemas import PromptName
+from service.schemas import Body, Inputs, TokenIdLists, TokenIds, as_lists_of_ids
 from service.web.call import Answer, CurrentCall
 
 # Of one request. The response has some 60 bytes per token.
 _MAX_CHARACTERS = 2**18
 _MAX_TOKENS = 2**18
+
+
+class TokenizeRequest(Body):
+    """The body of POST /tokenize."""
+
+    inputs: Inputs = Field(description="One text or a list of texts.")
+    add_special_tokens: bool = Field(
+        True, description="Add the special tokens that open and close a sequence."
+    )
+    prompt_name: PromptName = None
+
+
+class DecodeRequest(Body):
+    """The body of POST /decode."""
+
+    ids: Annotated[
+        TokenIdLists,
+        BeforeValidator(as_lists_of_ids, json_schema_input_type=TokenIds | TokenIdLists),
+    ] = Field(description="The token ids of one text, or of several.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+
+
+class SimpleToken(BaseModel):
+    """A token of a text."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None  # index of the first character; null for a special token
+    stop: int | None  # index behind the last character; null for a special token
 
 
 async def tokenize(call: CurrentCall) -> Answer:
