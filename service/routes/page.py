@@ -14,9 +14,6 @@ from fastapi import APIRouter, Response
 
 from service.errors import NotFound
 
-router = APIRouter(include_in_schema=False)
-docs_router = APIRouter(include_in_schema=False)
-
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -51,33 +48,24 @@ _HEADERS_OF_DOCS = {
 }
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-async def page() -> Response:
-    """Return the page."""
-    return _response("index.html", _FILES, _HEADERS)
+def _router(
+    path: str, index: str, below: str, served: Mapping[str, bytes], headers: Mapping[str, str]
+) -> APIRouter:
+    """Return the routes of a page, whose file is `index`, and of its other files at `below`."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.api_route(path, methods=["GET", "HEAD"])
+    async def page() -> Response:
+        return await page_file(index)
+
+    @router.api_route(below + "/{name}", methods=["GET", "HEAD"])
+    async def page_file(name: str) -> Response:
+        if name not in served:
+            raise NotFound("the page has no such file")
+        return Response(served[name], media_type=_MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
+
+    return router
 
 
-@router.api_route("/page/{name}", methods=["GET", "HEAD"])
-async def page_file(name: str) -> Response:
-    """Return a style sheet, script or icon of the page."""
-    if name not in _FILES:
-        raise NotFound("the page has no such file")
-    return _response(name, _FILES, _HEADERS)
-
-
-@docs_router.api_route("/docs", methods=["GET", "HEAD"])
-async def docs() -> Response:
-    """Return the page to try the routes."""
-    return _response("docs.html", _FILES_OF_DOCS, _HEADERS_OF_DOCS)
-
-
-@docs_router.api_route("/docs/{name}", methods=["GET", "HEAD"])
-async def docs_file(name: str) -> Response:
-    """Return a style sheet, script or icon of the page to try the routes."""
-    if name not in _FILES_OF_DOCS:
-        raise NotFound("the page has no such file")
-    return _response(name, _FILES_OF_DOCS, _HEADERS_OF_DOCS)
-
-
-def _response(name: str, served: Mapping[str, bytes], headers: Mapping[str, str]) -> Response:
-    return Response(served[name], media_type=_MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
+router = _router("/", "index.html", "/page", _FILES, _HEADERS)
+docs_router = _router("/docs", "docs.html", "/docs", _FILES_OF_DOCS, _HEADERS_OF_DOCS)
