@@ -157,6 +157,13 @@ Dimensions = Annotated[
     ),
 ]
 
+PromptName = Annotated[
+    Text | None,
+    Field(
+        description="Name of one of the model's prompts; /info lists the names. Default: the model's default "
+        "prompt."
+    ),
+]
 # Salts and session ids are compared and kept, so they are short.
 Name = Annotated[
     str,
@@ -221,11 +228,7 @@ class EmbedRequest(InferenceRequest):
         description="Scale every embedding to unit length. Default: as the model's folder says; if the "
         "folder says nothing, embeddings get unit length.",
     )
-    prompt_name: Text | None = Field(
-        None,
-        description="Name of one of the model's prompts; /info lists the names. Default: the model's default "
-        "prompt.",
-    )
+    prompt_name: PromptName = None
 
 
 class ClassifyRequest(InferenceRequest):

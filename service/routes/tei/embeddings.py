@@ -12,8 +12,8 @@ from attncache_core.heads.vectors import cosine_matrix
 from service.batching.sources import prompt_of, source_of
 from service.routes.common import answer, check_count, computed, json_list, named
 from service.routes.embed import embedding_engine
-from service.routes.tei.schemas import CutRequest, PromptName
-from service.schemas import Body, Text, Texts, TextsOrIds
+from service.routes.tei.schemas import CutRequest
+from service.schemas import Body, PromptName, Text, Texts, TextsOrIds
 from service.web.call import Answer, CurrentCall
 
 _SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from service.routes.inference_route import ERRORS, Api
-from service.schemas import Body, Text, Truncate, TruncationDirection
-
-PromptName = Annotated[
-    Text | None,
-    Field(
-        description="Name of one of the model's prompts; /info lists the names. Default: the model's default "
-        "prompt."
-    ),
-]
+from service.schemas import Body, Truncate, TruncationDirection
 
 
 class CutRequest(Body):

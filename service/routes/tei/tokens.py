@@ -11,8 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
 from service.routes.common import check_count
-from service.routes.tei.schemas import PromptName
-from service.schemas import Body, Inputs, TokenIdLists, TokenIds, as_lists_of_ids
+from service.schemas import Body, Inputs, PromptName, TokenIdLists, TokenIds, as_lists_of_ids
 from service.web.call import Answer, CurrentCall
 
 # Of one request. The response has some 60 bytes per token.
