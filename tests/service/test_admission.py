@@ -14,8 +14,6 @@ from service.batching.admission import Admission, Limits
 from service.batching.fair_order import FairOrder
 from service.errors import QueueFull
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_text_of_another_client_that_arrives_later_is_in_the_next_batch():
     engine = FakeEngine()

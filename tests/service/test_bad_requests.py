@@ -14,8 +14,6 @@ from service.routes.tei.rerank import RerankRequest
 from service.routes.tei.root import ZeroShotRequest
 from service.schemas import _SENTENCES, ClassifyRequest, EmbedRequest, checked
 
-pytestmark = pytest.mark.anyio
-
 SECRET = "Sesam"
 
 NOT_JSON = [

@@ -26,8 +26,6 @@ from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull, ShuttingDown
 from service.observability.metrics import Metrics
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_oldest_goes_first_and_the_batch_is_filled():
     engine = FakeEngine()

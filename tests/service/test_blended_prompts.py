@@ -28,8 +28,6 @@ from service.batching.segments import Segments
 from service.observability.metrics import Metrics
 from service.upkeep.blend_verifier import BlendVerifier
 
-pytestmark = pytest.mark.anyio
-
 SEGMENTS = [
     "the bank was closed today. " * 3,
     "my card is lost and the account too. " * 2,

@@ -17,8 +17,6 @@ from service.loading.warm_file import read_warm_file
 from service.observability.metrics import ROUTES
 from service.settings import read_settings
 
-pytestmark = pytest.mark.anyio
-
 PREFIX = "the bank was closed today. " * 4
 TEXT = PREFIX + "where is my card"
 OTHER = PREFIX + "my account is lost"

@@ -5,8 +5,6 @@ from scipy.special import softmax
 
 from attncache_core import PrefillEngine
 
-pytestmark = pytest.mark.anyio
-
 KNOWN = ("refund", "parcel", "account")
 
 

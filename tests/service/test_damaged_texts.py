@@ -26,8 +26,6 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.heads.decisions import class_scores
 from service.observability.metrics import Metrics
 
-pytestmark = pytest.mark.anyio
-
 WORD = "?"
 SOUND = [["where is my card", "money"], ["why was the bank closed", "card"], ["my old account was late"]]
 DAMAGED = [["my card", "where ? is it"], ["? card", "my ?"]]

@@ -12,8 +12,6 @@ from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from service.routes.common import json_list
 
-pytestmark = pytest.mark.anyio
-
 
 def expected(texts):
     rows = np.stack([embedding_of([ord(character) for character in text]) for text in texts])

@@ -6,13 +6,10 @@ import logging
 import threading
 import weakref
 
-import pytest
 from fake_engine import FakeEngine, begun, ready, starting
 from queueing import until_waiting
 from running import until_metric
 from verifying import VERIFIED
-
-pytestmark = pytest.mark.anyio
 
 
 class Successor:

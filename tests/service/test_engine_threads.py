@@ -34,8 +34,6 @@ from service.errors import InternalError
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_divided(monkeypatch):

@@ -28,8 +28,6 @@ from service.web.call import MODEL_HEADER
 from service.web.front import check_admin, is_open
 from service.workers.server import reload_all
 
-pytestmark = pytest.mark.anyio
-
 
 def headers(**named):
     return {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}

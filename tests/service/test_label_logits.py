@@ -23,8 +23,6 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.engine.decisions import Decisions
 from attncache_core.heads.comparator import Measure
 
-pytestmark = pytest.mark.anyio
-
 WRITTEN = "ask: {}\nanswer:"
 SINGLE = ["bank", "card", "lost"]
 SEVERAL = ["bank account lost", "bank account", "card", "zebra"]

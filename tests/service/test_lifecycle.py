@@ -8,8 +8,6 @@ from fake_engine import FakeEngine, ready, serving, starting
 
 from attncache_core import ModelNotFound
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_server_lives_at_once_and_is_ready_when_loaded():
     loaded = threading.Event()

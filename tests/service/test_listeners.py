@@ -261,7 +261,6 @@ def test_certificate_that_cannot_be_used_is_refused_with_its_file(certificates, 
 ORIGIN = {"Origin": "https://app.example"}
 
 
-@pytest.mark.anyio
 async def test_cors_is_off_by_default():
     async with serving() as client:
         response = await client.post("/embed", json={"inputs": "a"}, headers=ORIGIN)
@@ -270,7 +269,6 @@ async def test_cors_is_off_by_default():
         assert (await client.options("/embed", headers=preflight)).status_code == 405
 
 
-@pytest.mark.anyio
 async def test_pages_of_allowed_origins_may_ask():
     async with serving(cors_origin="https://other.example, https://app.example") as client:
         wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -292,7 +290,6 @@ async def test_pages_of_allowed_origins_may_ask():
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("gzip", "accepted", "texts", "encoding"),
     [

@@ -17,8 +17,6 @@ from running import ANSWERED, ONE, bearer, keys_file
 from service.observability.finished import FinishedRequests
 from service.observability.logs import REQUEST_ID, JsonFormatter, TextFormatter, configure_logging, log_access
 
-pytestmark = pytest.mark.anyio
-
 ID = "X-Request-Id"
 
 

@@ -70,7 +70,6 @@ async def series():
     return found
 
 
-@pytest.mark.anyio
 async def test_queries_read_series_labels_and_values_that_the_server_has(series):
     for query in queries():
         # An operator keeps the labels of its left side.
@@ -100,7 +99,6 @@ def labels_shown(text):
     return set(re.findall(r"\{\{(\w+)\}\}", text)) | set(re.findall(r"\$labels\.(\w+)", text))
 
 
-@pytest.mark.anyio
 async def test_every_metric_is_on_the_dashboard_or_in_an_alert(series):
     asked = {selector.metric for query in queries() for selector in selectors_of(query.expression)}
     of_histogram = re.compile(r"_(bucket|sum|count)$")

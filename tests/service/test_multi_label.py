@@ -33,7 +33,6 @@ def scores_of_hugging_face(folder, texts):
     return [{row["label"]: row["score"] for row in scores} for scores in classify(texts, top_k=None)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("labels", "changes"),
     [(TOPICS, MULTI_LABEL), (["relevant"], {}), (TOPICS, {}), (TOPICS, {"problem_type": None})],
@@ -52,7 +51,6 @@ async def test_scores_are_those_of_hugging_faces_pipeline(tmp_path, labels, chan
         assert {row["label"]: row["score"] for row in rows} == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.anyio
 async def test_a_choice_of_labels_leaves_their_scores_and_temperature_flattens_them(tmp_path):
     async with serving(engine_of(tmp_path, TOPICS, **MULTI_LABEL)) as client:
 
@@ -66,7 +64,6 @@ async def test_a_choice_of_labels_leaves_their_scores_and_temperature_flattens_t
     assert flat == pytest.approx(dict.fromkeys(TOPICS, 0.5), abs=1e-4)
 
 
-@pytest.mark.anyio
 async def test_larger_logit_comes_first_also_where_both_scores_are_1():
     engine = FakeEngine(labels=TOPICS)
     engine.multi_label, engine.class_logits = True, lambda _: np.array([[18.0, 21.0, 20.0]], np.float32)

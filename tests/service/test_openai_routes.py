@@ -9,8 +9,6 @@ from queueing import full_queue
 from attncache_core import PrefillEngine, class_scores
 from attncache_core.checkpoints.description import read_checkpoint
 
-pytestmark = pytest.mark.anyio
-
 PATHS = {
     "/v1/embeddings": {"input": "a"},
     "/v1/classify": {"input": "a"},

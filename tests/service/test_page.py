@@ -13,8 +13,6 @@ from pydantic import SecretStr
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.engine.explain import explain
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "service" / "page"
 FILES = sorted(FOLDER.iterdir())

@@ -5,8 +5,6 @@ import asyncio
 import pytest
 from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
 
-pytestmark = pytest.mark.anyio
-
 
 def watch_the_server_s_log(caplog):
     """Capture all levels of the server's log, but not the log of the test client, which contains texts."""

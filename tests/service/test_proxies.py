@@ -56,7 +56,6 @@ def test_names_that_are_no_networks_are_refused(names):
         read_settings({"trusted_proxies": names})
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("trusted", "takes_turns"), [("127.0.0.1", True), ("10.0.0.0/8", False), (None, False)]
 )

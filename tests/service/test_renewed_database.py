@@ -45,7 +45,6 @@ from service.state import Pause
 from service.upkeep.group import Group, Worker
 from service.upkeep.verifier import Verifier
 
-pytestmark = pytest.mark.anyio
 # `make kills` sets 200.
 SWAPS = int(os.environ.get("ATTNCACHE_SWAPS", "6"))
 MEBIBYTE = 2**20

@@ -5,8 +5,6 @@ from fake_engine import FAILING, FakeEngine, serving
 
 from attncache_core import PrefillEngine
 
-pytestmark = pytest.mark.anyio
-
 OWN = FakeEngine.fingerprint
 OTHER = OWN[::-1]
 ROUTES = [("/embed", {"inputs": "a"}), ("/classify", {"inputs": "a", "labels": ["a", "b"]})]

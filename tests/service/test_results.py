@@ -28,8 +28,6 @@ from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull
 from service.observability.finished import Timing
 
-pytestmark = pytest.mark.anyio
-
 
 def batching(engine, sequences=100, **more):
     return queueing.batching(engine, sequences=sequences, **{"result_bytes": 2**20, **more})

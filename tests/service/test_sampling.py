@@ -32,7 +32,6 @@ from service.state import Pause
 from service.upkeep import sampling
 from service.upkeep.sampling import Sampling
 
-pytestmark = pytest.mark.anyio
 BUDGET = {"min_cosine": 0.3, "min_text_cosine": 0.0}
 serving = partial(serving_database, sample=True)
 OPTIONS = BuildOptions(heads="3", prototypes=4, training_steps=10, **BUDGET)

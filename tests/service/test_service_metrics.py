@@ -16,8 +16,6 @@ from service.observability.engine_numbers import _of_length_groups
 from service.observability.metrics import STATUSES, Metrics, count_for_all_workers
 from service.upkeep.group import Group, Worker
 
-pytestmark = pytest.mark.anyio
-
 
 def test_every_metric_is_found_by_its_name_which_starts_with_attncache():
     metrics = Metrics()

@@ -24,8 +24,6 @@ from service.conversations.sessions import CAPACITY_BYTES, Sessions
 from service.errors import QueueFull
 from service.store import LocalStore
 
-pytestmark = pytest.mark.anyio
-
 TTL = 100.0
 WINDOW = 64  # tokens of the fake engine; a token is a character
 REUSE_OFF = {"X-AttnCache-Reuse": "off"}

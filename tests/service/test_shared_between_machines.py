@@ -37,7 +37,6 @@ from service.settings.cluster import SharedAddress
 from service.shared import blocks, client, findings, store
 from service.store import LocalStore
 
-pytestmark = pytest.mark.anyio
 SECRET = "correct-horse-battery"
 
 

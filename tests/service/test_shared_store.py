@@ -27,8 +27,6 @@ from service.state import ServiceState
 from service.store import LocalStore, SqliteStore
 from service.upkeep.group import Worker
 
-pytestmark = pytest.mark.anyio
-
 COUNTS = 300
 KEYS, VALUES = st.sampled_from(["a", "ab", "b", "é", "a%", "a_"]), st.binary(max_size=3)
 SECONDS = st.sampled_from([None, 1.0, 5.0])

@@ -13,10 +13,7 @@ from running import metrics_of, until_metric
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.native.guard import guard
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(guard() is None, reason="records were read and not mapped"),
-]
+pytestmark = pytest.mark.skipif(guard() is None, reason="records were read and not mapped")
 
 RECORDS_START, RECORD_BYTES = 2 * 4096, 4096
 # Tolerance between the output of a hit on the text's own record, in 16 bits, and the full output.

@@ -14,8 +14,6 @@ from attncache_core import InvalidInput, PrefillEngine, Template, class_scores, 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.pair_scores import PairScores
 
-pytestmark = pytest.mark.anyio
-
 BODIES = {
     "/": {"inputs": "a"},
     "/embed_all": {"inputs": "a"},

@@ -23,8 +23,6 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.text.tokenizer import TextTokenizer
 from service.batching.sources import Texts, TokenSequences, bare_prompt, cut_left
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):

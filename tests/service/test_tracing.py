@@ -17,8 +17,6 @@ export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 
-pytestmark = pytest.mark.anyio
-
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 

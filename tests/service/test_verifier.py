@@ -41,8 +41,6 @@ from service.batching.batcher import Batcher
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
-pytestmark = pytest.mark.anyio
-
 DROPPED = "attncache_verify_dropped_total"
 
 

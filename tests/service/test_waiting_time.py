@@ -239,7 +239,6 @@ def test_texts_whose_results_are_known_make_the_queue_faster():
     assert added > 2 * MAX_SECONDS * SPEED
 
 
-@pytest.mark.anyio
 async def test_refusal_says_when_to_come_again_and_names_the_option():
     engine, body = FakeEngine(), {"inputs": "x"}
     async with serving(engine, max_queue_seconds=0, max_batch_tokens=10) as client:
@@ -282,7 +281,6 @@ def test_sequences_of_a_text_count_as_one_text_whichever_are_left_out(data, text
         assert chosen.first(count).texts == len({numbers[index] for index in indices[:count]})
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("shared", "is_divided"), [(50, False), (2, True)])
 async def test_texts_that_share_much_are_not_divided_among_batches(monkeypatch, shared, is_divided):
     monkeypatch.setattr("service.batching.sources._PART_TEXTS", 2)
@@ -298,7 +296,6 @@ async def test_texts_that_share_much_are_not_divided_among_batches(monkeypatch, 
     assert (sorted(engine.batches) != sorted([["busy"], *requests])) == is_divided
 
 
-@pytest.mark.anyio
 async def test_known_texts_are_charged_as_guessed_before_the_guess_for_the_others_fell(monkeypatch):
     monkeypatch.setattr("service.batching.sources._PART_TEXTS", 2)
     charged = []

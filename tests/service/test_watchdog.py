@@ -67,7 +67,6 @@ def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog):
     assert "Sesam" not in caplog.text
 
 
-@pytest.mark.anyio
 async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy():
     async with serving(stuck_seconds=HOUR) as client:
         watchdog = client._transport.app.state.service.watchdog

@@ -98,7 +98,6 @@ class Echo(asyncio.Protocol):
         self.transport.write(data)
 
 
-@pytest.mark.anyio
 async def test_connections_that_come_at_once_are_accepted_in_one_turn_and_served_after_the_end():
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
@@ -119,7 +118,6 @@ async def test_connections_that_come_at_once_are_accepted_in_one_turn_and_served
         assert not acceptor.is_opening
 
 
-@pytest.mark.anyio
 async def test_connection_is_left_to_other_workers_for_a_while():
     turns = [(0.05, 1), (0.0, 1)]
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
@@ -158,7 +156,6 @@ def tiny_decoder(folder):
     )
 
 
-@pytest.mark.anyio
 async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(folder, tmp_path):
     text = "the bank was closed today. " * 4
 
@@ -187,7 +184,6 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(fo
         assert await store.count("asked") == 1
 
 
-@pytest.mark.anyio
 async def test_worker_does_not_serve_another_model_than_the_first_one(tmp_path):
     other, failures = FakeEngine(), []
     other.fingerprint = "f" * 64
@@ -200,7 +196,6 @@ async def test_worker_does_not_serve_another_model_than_the_first_one(tmp_path):
     assert "not those that the server began with" in str(failure)
 
 
-@pytest.mark.anyio
 async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(folder, tmp_path):
     engine, fails = tiny_decoder(folder), FakeEngine()
     fails.fingerprint = engine.fingerprint
@@ -210,7 +205,6 @@ async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(folder, tmp
         assert refused.headers["Retry-After"] == "1"
 
 
-@pytest.mark.anyio
 async def test_worker_that_serves_no_more_takes_no_part(folder, tmp_path):
     engines = [tiny_decoder(folder), tiny_decoder(folder)]
     async with two_workers(tmp_path, engines, admin=True) as (first, other):
@@ -219,7 +213,6 @@ async def test_worker_that_serves_no_more_takes_no_part(folder, tmp_path):
         assert (dropped.status_code, dropped.json()) == (200, {"blocks": 0})
 
 
-@pytest.mark.anyio
 async def test_worker_that_hangs_is_waited_for_and_one_that_was_killed_is_not(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("service.upkeep.group._ALIVE_SECONDS", 0.1)
     engines = [tiny_decoder(folder), tiny_decoder(folder)]
@@ -236,7 +229,6 @@ async def test_worker_that_hangs_is_waited_for_and_one_that_was_killed_is_not(fo
         assert (await first.delete("/cache")).status_code == 200
 
 
-@pytest.mark.anyio
 async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path):
     bad, other = FakeEngine(stored={"short"}, damage=0.1), FakeEngine(stored={"short"}, damage=0.1)
     async with two_workers(tmp_path, [bad, other], verify_rate=1) as (first, _):
@@ -264,7 +256,6 @@ async def turn(client, **body):
     return answer.json()[0]
 
 
-@pytest.mark.anyio
 async def test_client_that_leaves_while_it_waits_does_not_unlock_the_session_for_another_worker(tmp_path):
     engine, leave = FakeEngine(), asyncio.Event()
     async with two_workers(tmp_path, [engine, FakeEngine()]) as clients:
@@ -280,7 +271,6 @@ async def test_client_that_leaves_while_it_waits_does_not_unlock_the_session_for
         assert await following == embedding_of(b"abc").tolist()
 
 
-@pytest.mark.anyio
 async def test_client_that_leaves_while_another_worker_has_locked_its_session_gives_up_its_turn(tmp_path):
     engine, leave = FakeEngine(), asyncio.Event()
     async with two_workers(tmp_path, [engine, FakeEngine()]) as clients:
@@ -298,7 +288,6 @@ class BrokenStore(LocalStore):
         raise StoreUnavailable("the disk is full", retry_after_seconds=1)
 
 
-@pytest.mark.anyio
 async def test_worker_is_ready_though_the_store_fails(tmp_path):
     group = Group(Worker(0, 2, tmp_path), BrokenStore(), Metrics())
     group.is_serving = True
@@ -307,7 +296,6 @@ async def test_worker_is_ready_though_the_store_fails(tmp_path):
     assert group.worker.ready.exists()
 
 
-@pytest.mark.anyio
 async def test_worker_that_is_not_ready_yet_does_later_what_is_asked_of_all(tmp_path):
     store, done = LocalStore(), []
 

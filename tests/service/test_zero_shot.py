@@ -13,8 +13,6 @@ from transformers import pipeline
 from attncache_core import PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 
-pytestmark = pytest.mark.anyio
-
 INPUTS, LABELS = ["where is my parcel", "reset my password"], ["parcel", "password", "link"]
 # float32 sums in another order.
 FLOAT32 = 2e-5
