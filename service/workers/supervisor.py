@@ -309,18 +309,14 @@ class Supervisor:
         assert place.refusal is not None
         with place.refusal as sentence, suppress(EOFError):
             refusal = sentence.recv()
-        if not (self._all_were_ready or place.worker.ready.exists()):
-            # The other workers would not be able to start either.
-            if refusal is None:
-                self._fail(f"{why} before it was ready")
-            else:
-                self._failure = AttnCacheError(refusal)
-                self._finish(0.0)
-            return
-        if refusal is not None and not any(other.process for other in self._places):
-            # As at the start: what keeps one worker from starting keeps all of them.
+        was_ready = self._all_were_ready or place.worker.ready.exists()
+        if refusal is not None and not (was_ready and any(other.process for other in self._places)):
+            # What keeps one worker from starting keeps all of them.
             self._failure = AttnCacheError(refusal)
             self._finish(0.0)
+            return
+        if not was_ready:
+            self._fail(f"{why} before it was ready")
             return
         now = time.monotonic()
         if now - place.started_at > _STEADY_SECONDS:
