@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from attncache_core import InvalidInput
+from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.corpus.reading import spread
 from attncache_core.evaluation.tasks import ClassificationTask
 from attncache_core.models.variant import is_count
@@ -72,7 +72,7 @@ def mmlu(
     for number in _range(shots):
         # Long prompts are omitted, because a cut prompt would lose its question.
         texts = {q: prompts.of(q, number) for q in (*measured, *others)}
-        fitting = {q: text for q, text in texts.items() if evaluation.fits(text)}
+        fitting = {q: text for q, text in texts.items() if _fits(evaluation.full, text)}
         kept = [q for q in measured if q in fitting]
         if not kept:
             raise InvalidInput(
@@ -125,6 +125,15 @@ def _chosen(questions: Sequence[Question], subjects: str | None, count: int | No
     if not kept:
         raise InvalidInput("the data has no questions", field="data")
     return spread(kept, count) if count else kept
+
+
+def _fits(engine: PrefillEngine, text: str) -> bool:
+    """Return whether a text fits into the model without being cut."""
+    try:
+        engine.tokenize([text], truncate=False)
+    except InputTooLong:
+        return False
+    return True
 
 
 def _range(shots: str) -> range:

@@ -18,7 +18,6 @@ from attncache_core import (
     BuildOptions,
     Checkpoint,
     CorpusSentence,
-    InputTooLong,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
@@ -168,14 +167,6 @@ class Evaluation:
     def tokenize(self, texts: Sequence[str], labels: LabelTokens | None = None) -> Sequences:
         """Return the token ids of each text or, with labels of several tokens, of each of its sequences."""
         return self.full.tokenize(texts, prompt=labels.prompt if labels else None)
-
-    def fits(self, text: str) -> bool:
-        """Return whether the text fits into the model without being cut."""
-        try:
-            self.full.tokenize([text], truncate=False)
-        except InputTooLong:
-            return False
-        return True
 
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> Sequences:
         """Fit a linear classifier on the full engine's embeddings, and let the engine use the classifier.
