@@ -126,7 +126,7 @@ class ServiceState:
         self._findings = _shared_findings(settings)
         parts = [part for part in (self._of_all, self._findings) if part is not None]
         if parts:
-            self.metrics.follow(self.metrics.shared_away, lambda: any(part.is_away() for part in parts))
+            self.metrics.follow(self.metrics.shared_away, lambda: any(part.circuit.is_away for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store
         if self._of_all is not None and settings.shared_for("sessions"):
@@ -310,8 +310,8 @@ class ServiceState:
         batcher = self._serving.batcher
         self.metrics.watch(
             engine.info,
-            lambda: batcher.waiting_sequences,
-            lambda: batcher.waiting_tokens,
+            lambda: batcher.queue.waiting_sequences,
+            lambda: batcher.queue.waiting_tokens,
             lambda: batcher.kept_bytes,
         )
 

@@ -73,7 +73,7 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(
+        self.queue = RequestQueue(
             limits,
             self._tokenize,
             # The queue comes first, because the runner asks it what comes next.
@@ -83,19 +83,9 @@ class Batcher:
         )
         self._results: Results[Slice] | None = Results(result_bytes) if result_bytes else None
         self._runner = BatchRunner(
-            engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
+            engine, verifier, self.queue, metrics, self._loop, self._results, self._compute_again
         )
         self._threads = EngineThreads(engine.parallel_runs)
-
-    @property
-    def waiting_sequences(self) -> int:
-        """The number of sequences that wait for the engine."""
-        return self._queue.waiting_sequences
-
-    @property
-    def waiting_tokens(self) -> int:
-        """The number of tokens that wait for the engine; of texts that are not tokenised yet, a guess."""
-        return self._queue.waiting_tokens
 
     @property
     def kept_bytes(self) -> int:
@@ -172,14 +162,14 @@ class Batcher:
                 raise ShuttingDown("the server is ending")
             if self._answer_at_once(request):
                 return future
-            self._start(self._queue.add(request))
+            self._start(self.queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
         return future
 
     def guess_tokens(self, source: Source) -> int:
         """Return about how many tokens the texts of a source have, before they are tokenised."""
         longest = self._runner.engine.tokenizer.max_tokens
-        return min(round(source.characters / self._queue.characters_per_token), source.count * longest)
+        return min(round(source.characters / self.queue.characters_per_token), source.count * longest)
 
     def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier | None) -> None:
         """Use another engine of the same model from the next batch on, and verify its hits.
@@ -190,7 +180,7 @@ class Batcher:
             if not self._is_closed:
                 self._threads.grow(engine.parallel_runs)
         self._runner.replace(engine, verifier)
-        self._queue.allow_threads(engine.parallel_runs)
+        self.queue.allow_threads(engine.parallel_runs)
 
     def close(self) -> None:
         """Finish all submitted requests, then end the threads. Blocks, but not for pending verification."""
@@ -230,7 +220,7 @@ class Batcher:
 
     def _compute_again(self, piece: Slice) -> None:
         """Compute what its request expected from another request."""
-        self._start(self._queue.add_again(piece))
+        self._start(self.queue.add_again(piece))
 
     def _run_until_empty(self) -> None:
         try:
@@ -242,15 +232,15 @@ class Batcher:
 
     def _fail_turn(self, error: BaseException) -> None:
         log_failure(logger, "the turn of an engine thread failed", error)
-        self._start(self._queue.fail_turn())
+        self._start(self.queue.fail_turn())
 
     def _run_batches(self) -> None:
         # Closed at once if this raises: the batch would count as computed, and keep others waiting.
-        with contextlib.closing(self._queue.batches()) as batches:
+        with contextlib.closing(self.queue.batches()) as batches:
             for batch in batches:
                 try:
                     with self._watching():
-                        self._start(self._queue.start_more())
+                        self._start(self.queue.start_more())
                         self._runner.run(batch)
                 except BaseException:
                     self._runner.fail(batch)
@@ -268,13 +258,13 @@ class Batcher:
 
     def _verify_until_requests_wait(self, verifier: LaterVerifier) -> None:
         # If another engine thread runs, the end of its turn starts verification again.
-        if not self._queue.begin_idle_turn():
+        if not self.queue.begin_idle_turn():
             return
         try:
-            while verifier.has_work and self._queue.is_idle:
+            while verifier.has_work and self.queue.is_idle:
                 verifier.verify_some()
         finally:
-            self._queue.end_idle_work()
+            self.queue.end_idle_work()
             self._run_until_empty()
 
     # On the event loop.
@@ -296,7 +286,7 @@ class Batcher:
 
     def _finished(self, request: PendingRequest) -> None:
         """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
-        self._runner.give_up(self._queue.withdraw(request))
+        self._runner.give_up(self.queue.withdraw(request))
         future = request.future
         if future.cancelled() or future.exception() is not None:
             return

@@ -18,10 +18,10 @@ class FindingsOfAll:
     """Changes findings without another machine in between."""
 
     def __init__(self, address: SharedAddress) -> None:
-        self._circuit = Circuit(
+        self.circuit = Circuit(
             address, "attention maps are not reused, because nothing would be known of other servers"
         )
-        self._client = BlockingClient(address, self._circuit, _PATIENCE_SECONDS)
+        self._client = BlockingClient(address, self.circuit, _PATIENCE_SECONDS)
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See SharedFindings."""
@@ -33,10 +33,6 @@ class FindingsOfAll:
             )
 
         self._client.ask(question)
-
-    def is_away(self) -> bool:
-        """Return whether the last question was not answered."""
-        return self._circuit.is_away
 
     def close(self) -> None:
         """End all connections."""

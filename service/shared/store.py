@@ -41,17 +41,13 @@ class SharedStores:
     def __init__(self, address: SharedAddress, on_failure: Callable[[str], None]) -> None:
         """on_failure: is called with the use of a store, for each question that fails."""
         without = "`append` gets status 503, and quotas are counted on each machine for itself"
-        self._circuit = Circuit(address, without)
-        self._client = Client(address, self._circuit, _PATIENCE_SECONDS)
+        self.circuit = Circuit(address, without)
+        self._client = Client(address, self.circuit, _PATIENCE_SECONDS)
         self._on_failure = on_failure
 
     def store(self, use: str) -> SharedStore:
         """Return the store for one use."""
         return SharedStore(self._client, use, lambda: self._on_failure(use))
-
-    def is_away(self) -> bool:
-        """Return whether the last question was not answered."""
-        return self._circuit.is_away
 
     async def close(self) -> None:
         """End all connections."""

@@ -50,22 +50,15 @@ class Watchdog:
         # A dump into a pipe that nobody reads would never end.
         self._last_words = nonblocking() if exit_when_stuck else -1
 
-    def begin(self) -> None:
-        """Note that this thread begins a batch."""
-        self._began[threading.get_ident()] = time.monotonic()
-
-    def end(self) -> None:
-        """Note that this thread's batch has ended, well or not."""
-        self._began.pop(threading.get_ident(), None)
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Keep the time of one batch of this thread."""
-        self.begin()
+        thread = threading.get_ident()
+        self._began[thread] = time.monotonic()
         try:
             yield
         finally:
-            self.end()
+            self._began.pop(thread, None)
 
     @property
     def overdue_seconds(self) -> float:

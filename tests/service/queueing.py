@@ -38,7 +38,7 @@ async def batching(
     finally:
         engine.may_run.set()
         await asyncio.to_thread(batcher.close)
-    assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
+    assert (batcher.queue.waiting_sequences, batcher.queue.waiting_tokens) == (0, 0)
 
 
 def submit(batcher, texts, reuse=True, **more):
@@ -64,7 +64,7 @@ async def held(engine, batcher):
 
 async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
-    while batcher.waiting_sequences < count:
+    while batcher.queue.waiting_sequences < count:
         await asyncio.sleep(0.0005)
 
 

@@ -64,7 +64,7 @@ async def test_texts_that_are_cut_count_as_they_are_computed():
         # Nor are they a measure of other texts.
         async with held(engine, batcher):
             submit(batcher, ["z" * 60] * 20)
-            assert batcher.waiting_tokens >= 200
+            assert batcher.queue.waiting_tokens >= 200
 
 
 def waiting(flow, tokens, seconds=60.0):

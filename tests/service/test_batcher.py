@@ -57,7 +57,7 @@ async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_
     engine.sharing = sharing
     async with batching(engine, tokens, sequences) as batcher:
         await submit(batcher, ["aaaaa", "bbbbb"], prompt=LABELLED)
-        assert batcher.waiting_tokens == 0
+        assert batcher.queue.waiting_tokens == 0
     assert engine.batches == expected
 
 
@@ -76,7 +76,7 @@ async def test_every_text_gets_the_results_of_all_its_labels_however_batches_are
             await queued(batcher, len(requests))
         for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
             assert_result_of([text + end for text in texts for end in "xyz"], result)
-        assert batcher.waiting_tokens == 0
+        assert batcher.queue.waiting_tokens == 0
     for batch in engine.batches[1:]:
         prefixes = {text[: end + 1] for text in batch for end in range(len(text))}
         computed = len(prefixes) if sharing else sum(map(len, batch))

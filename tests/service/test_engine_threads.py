@@ -89,7 +89,7 @@ async def test_every_request_gets_its_own_result_in_order_from_any_threads_and_n
         pending = [submit(batcher, texts) for texts in requests]
         for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
             assert_result_of(texts, result)
-        assert batcher.waiting_tokens == 0
+        assert batcher.queue.waiting_tokens == 0
     assert engine.most_running <= threads
     computed = sorted(text for batch in engine.batches for text in batch)
     assert computed == sorted(text for texts in requests for text in texts)
@@ -218,7 +218,7 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows_also_if_it_is_re
         first.may_run.set()
         await asyncio.gather(*pending, *waiting)
         async with asyncio.timeout(10):
-            while batcher._queue._running:  # a thread that has just answered still counts as computing
+            while batcher.queue._running:  # a thread that has just answered still counts as computing
                 await asyncio.sleep(0.0005)
         second.may_run.clear()
         texts = [letter * 8 for letter in "mnopq"]
@@ -342,15 +342,15 @@ async def ask_despite(faults, engine, requests, answers):
     async with asyncio.timeout(30):
         pending = [submit(batcher, texts) for texts in requests]
         answers += await asyncio.gather(*pending, return_exceptions=True)
-        while batcher._queue._running or (verifier.has_work and not faults.is_over):
+        while batcher.queue._running or (verifier.has_work and not faults.is_over):
             await asyncio.sleep(0.0005)
         faults.is_over = True
         answers.append(await submit(batcher, ["next"]))
         while verifier.has_work:
             await asyncio.sleep(0.0005)
     await asyncio.to_thread(batcher.close)
-    assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
-    assert (batcher._queue._running, batcher._queue._computing, batcher._queue._idle_work) == (0, 0, 0)
+    assert (batcher.queue.waiting_sequences, batcher.queue.waiting_tokens) == (0, 0)
+    assert (batcher.queue._running, batcher.queue._computing, batcher.queue._idle_work) == (0, 0, 0)
     assert not verifier._verifying.locked()
 
 

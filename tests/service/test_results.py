@@ -141,7 +141,7 @@ async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_b
         gone = submit(batcher, "first", "same")
         await asyncio.to_thread(engine.runs.acquire)
         other = submit(batcher, "same")
-        await until(lambda: any(request is not None for request in batcher._queue._order))
+        await until(lambda: any(request is not None for request in batcher.queue._order))
         engine.runs = type(engine.runs)(0)
         gone.cancel()
         engine.may_run.set()

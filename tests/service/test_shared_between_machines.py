@@ -183,7 +183,7 @@ async def test_server_that_stood_still_takes_its_own_delay_for_none_of_the_store
     valkey.thaw()
     time.sleep(seconds)  # the answer comes, and patience ends, while nothing runs here
     assert await asked == b"1"
-    assert not stores.is_away()
+    assert not stores.circuit.is_away
     await stores.close()
 
 
@@ -197,7 +197,7 @@ async def test_burst_of_questions_is_no_failure_of_the_store(valkey, monkeypatch
         return await histories.compare_and_set(f"{number}", None, bytes(100))
 
     assert all(await asyncio.gather(*map(keep, range(3000))))
-    assert not stores.is_away()
+    assert not stores.circuit.is_away
     await stores.close()
 
 
@@ -209,7 +209,7 @@ async def test_error_of_the_event_loop_about_a_closed_connection_is_one_of_the_s
 
     with pytest.raises(SharedUnavailable, match="there is no connection"):
         await stores._client.ask(question)
-    assert stores.is_away()
+    assert stores.circuit.is_away
     await stores.close()
 
 

@@ -303,7 +303,7 @@ async def test_known_texts_are_charged_as_guessed_before_the_guess_for_the_other
     engine.sharing = True
     texts = ["x" * 50 + chr(ord("a") + index) for index in range(20)]
     async with batching(engine, result_bytes=2**20) as batcher:
-        order = batcher._queue._order
+        order = batcher.queue._order
         async with held(engine, batcher):
             charge = order.charge
             monkeypatch.setattr(

@@ -72,14 +72,13 @@ async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy():
         watchdog = client._transport.app.state.service.watchdog
         statuses = []
         for condition in (1.5 * HOUR, 2.5 * HOUR):
-            watchdog.begin()
-            watchdog._began[threading.get_ident()] -= condition
-            answers = [await client.get(path) for path in ("/health", "/ready")]
+            with watchdog.watching():
+                watchdog._began[threading.get_ident()] -= condition
+                answers = [await client.get(path) for path in ("/health", "/ready")]
+                metrics = (await client.get("/metrics")).text
             statuses.append([answer.status_code for answer in answers])
             assert answers[1].json()["error"]["code"] == "stuck"
-            metrics = (await client.get("/metrics")).text
             (overdue,) = [line for line in metrics.splitlines() if line.startswith("attncache_overdue_sec")]
             assert float(overdue.split()[1]) == pytest.approx(condition - HOUR, abs=60)
-            watchdog.end()
         assert statuses == [[200, 503], [503, 503]]
         assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
