@@ -132,44 +132,30 @@ def _tokens_kept(new: int, sinks: int, room: int) -> int:
     return min(room, max(int(_KEPT_SHARE * room), new + sinks, 1))
 
 
+@dataclass(eq=False)
 class Conversation:
     """One request of a session: a source of the sequence of all turns (see service/batching/sources)."""
 
+    history: History  # before the request
+    turns: Sequence[str]  # the new turn if `field` is append, else all turns
+    field: Literal["append", "transcript"]
+    truncate: bool  # whether a new turn that is too long by itself may be cut too
+    overflow: OverflowWay
+    # A digest of the request's id. If a turn of the history came with this request, the request came before,
+    # and was perhaps not answered: it is answered, and the history stays as it is.
+    request: str = ""
+    arrived: float = 0.0  # when the request arrived, seconds since 1970
     count = 1
 
-    def __init__(
-        self,
-        history: History,
-        turns: Sequence[str],
-        field: Literal["append", "transcript"],
-        *,
-        truncate: bool,
-        overflow: OverflowWay,
-        request: str = "",
-        arrived: float = 0.0,
-    ) -> None:
-        """history: before the request. turns: the new turn if `field` is append, else all turns.
-
-        truncate: whether a new turn that is too long by itself may be cut too. request: a digest of the
-        request's id. If a turn of the history came with this request, the request came before, and was
-        perhaps not answered: it is answered, and the history stays as it is. arrived: when the request
-        arrived, seconds since 1970.
-        """
-        self.field = field
+    def __post_init__(self) -> None:
         # Set by `tokenize`: what `history` becomes if the request succeeds, and what the answer is about.
-        self.following = self.answered = history
+        self.following = self.answered = self.history
         self.approximate = False  # whether truncated keys and values are used; set by `tokenize`
-        self._history = history
-        self._turns = turns
-        self._truncate = truncate
-        self._overflow = overflow
-        self._request = request
-        self.arrived = arrived
 
     @property
     def characters(self) -> int:
         """The number of characters of the new turns, and of the history about as many."""
-        return sum(map(len, self._turns)) + 4 * self._history.tokens
+        return sum(map(len, self.turns)) + 4 * self.history.tokens
 
     @property
     def kept_tokens(self) -> int:
@@ -184,12 +170,12 @@ class Conversation:
         Raises InputTooLong, which names `field`, if the conversation does not fit and must not be cut.
         """
         frame = engine.tokenizer.frame(prompt)
-        turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
-        before = self._history.after(self._request, turns[-1]) if self._request else None
+        turns = [array("i", ids) for ids in engine.tokenizer.turns(self.turns, self.field)]
+        before = self.history.after(self.request, turns[-1]) if self.request else None
         if before is not None and self.field == "transcript" and before.turns != tuple(turns):
             before = None
         whole = before or self._followed(turns, frame.room)
-        if self._overflow == "refuse":
+        if self.overflow == "refuse":
             # A cut is of a server with another overflow.
             whole = replace(whole, sinks=0, dropped=0)
         following, kept = whole, whole.kept()
@@ -200,11 +186,11 @@ class Conversation:
             namespace = self._truncated(engine, prompt, frame, salt, whole, following)
             following = replace(following, namespace=namespace)
             kept = following.kept()
-        if self._overflow in ("recompute", "refuse"):
+        if self.overflow in ("recompute", "refuse"):
             # The cut may be of a server that truncated.
             following = replace(following, namespace=None)
         self.answered = following
-        self.following = self._history if before is not None else following
+        self.following = self.history if before is not None else following
         self.approximate = salt is not None and following.namespace is not None
         sequences = continued([frame.around(kept)], prompt.sequence_plans, max_total_tokens)
         own_salt = following.namespace if self.approximate else salt
@@ -212,18 +198,18 @@ class Conversation:
 
     def _followed(self, turns: Sequence[array[int]], room: int) -> History:
         if self.field == "transcript":
-            return self._history.edited(turns, room, self._request, self.arrived)
-        return self._history.followed_by(turns[0], self._request)
+            return self.history.edited(turns, room, self.request, self.arrived)
+        return self.history.followed_by(turns[0], self.request)
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""
-        if self._overflow == "refuse":
+        if self.overflow == "refuse":
             raise InputTooLong(
                 f"the conversation has more than {room} tokens; begin a new session, or send a transcript "
                 "with fewer or shorter turns",
                 field=self.field,
             )
-        if new > room and not self._truncate:
+        if new > room and not self.truncate:
             raise InputTooLong(
                 f"the last turn has more than {room} tokens; shorten the turn or allow truncation",
                 field=self.field,
@@ -234,7 +220,7 @@ class Conversation:
 
         The last turn, of `new` tokens, is cut only if it does not fit by itself.
         """
-        sinks = min(_SINKS, room // 2) if self._overflow == "keep-sinks" else 0
+        sinks = min(_SINKS, room // 2) if self.overflow == "keep-sinks" else 0
         if new <= room:
             sinks = min(sinks, room - new)
         if whole.dropped:
@@ -254,7 +240,7 @@ class Conversation:
 
         Returns the salt under which they are found; None if they are to be computed again.
         """
-        if salt is None or self._overflow == "recompute":
+        if salt is None or self.overflow == "recompute":
             return None
         before = whole.kept()[: -len(whole.turns[-1]) or None]
         sinks = min(cut.sinks, len(before))
