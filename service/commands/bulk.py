@@ -36,6 +36,7 @@ from service.commands.options import (
     pooling_option,
     template_option,
     whole_model_options,
+    with_options,
 )
 from service.commands.progress import shown_shards, shown_share
 from service.objects import has_secrets, is_url, without_secrets
@@ -86,22 +87,29 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
             check_output(files.output, formats)
             command(files=files, **values)
 
-        described: Command = with_files
-        for option in (
+        return with_options(
+            with_files,
+            # Eager, because a text file without --input is named before a missing --output.
+            click.argument("inputs", nargs=-1, callback=_checked, is_eager=True),
             click.option(
-                "--ray",
-                metavar="ADDRESS",
-                help="Compute the shards of INPUTS on a Ray cluster: its address, auto for the one of this "
-                "machine, or local to start one. Default: in this process.",
+                "--input",
+                "source",
+                type=click.Path(path_type=Path),
+                help="Texts: a .txt (one per line), .tsv, .csv, .jsonl or .parquet file.",
             ),
             click.option(
-                "--shard",
-                metavar="NUMBER/COUNT",
-                callback=lambda _context, _option, value: value and _part(value),
-                help="Compute only this part of the shards of INPUTS, such as 3/100. Default: all.",
+                "--output",
+                required=True,
+                help=f"File to write, ending in {' or '.join(f'.{name}' for name in formats)}; of INPUTS, a "
+                "folder or its URL.",
             ),
-            device_option,
-            max_tokens_option,
+            click.option("--column", default="text", show_default=True, help="Column with the texts."),
+            click.option(
+                "--format",
+                "file_format",
+                type=click.Choice(INPUT_FORMATS),
+                help="Format of the input. Default: the ending of the file's name.",
+            ),
             click.option(
                 "--batch-tokens",
                 type=click.IntRange(min=1),
@@ -109,30 +117,21 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
                 show_default=True,
                 help="Most tokens in one batch. A longer text is a batch of its own.",
             ),
+            max_tokens_option,
+            device_option,
             click.option(
-                "--format",
-                "file_format",
-                type=click.Choice(INPUT_FORMATS),
-                help="Format of the input. Default: the ending of the file's name.",
-            ),
-            click.option("--column", default="text", show_default=True, help="Column with the texts."),
-            click.option(
-                "--output",
-                required=True,
-                help=f"File to write, ending in {' or '.join(f'.{name}' for name in formats)}; of INPUTS, a "
-                "folder or its URL.",
+                "--shard",
+                metavar="NUMBER/COUNT",
+                callback=lambda _context, _option, value: value and _part(value),
+                help="Compute only this part of the shards of INPUTS, such as 3/100. Default: all.",
             ),
             click.option(
-                "--input",
-                "source",
-                type=click.Path(path_type=Path),
-                help="Texts: a .txt (one per line), .tsv, .csv, .jsonl or .parquet file.",
+                "--ray",
+                metavar="ADDRESS",
+                help="Compute the shards of INPUTS on a Ray cluster: its address, auto for the one of this "
+                "machine, or local to start one. Default: in this process.",
             ),
-            # Eager, because a text file without --input is named before a missing --output.
-            click.argument("inputs", nargs=-1, callback=_checked, is_eager=True),
-        ):
-            described = option(described)
-        return described
+        )
 
     return add
 

@@ -45,6 +45,7 @@ from service.commands.options import (
     max_tokens_option,
     use_options,
     whole_model_options,
+    with_options,
 )
 from service.commands.progress import shown_progress
 from service.commands.report import (
@@ -67,7 +68,10 @@ def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an evaluation that itself determines how the model is used."""
-    options = (
+    return with_options(
+        command,
+        whole_model_options,
+        drop_options,
         max_tokens_option,
         click.option(
             "--database",
@@ -118,9 +122,6 @@ def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None
             help="File to write the table to as Markdown. Default: the table is only printed.",
         ),
     )
-    for option in reversed(options):
-        command = option(command)
-    return whole_model_options(drop_options(command))
 
 
 @dataclass(frozen=True)

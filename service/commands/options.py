@@ -31,6 +31,13 @@ class Number(click.FloatRange):
         return number
 
 
+def with_options(command: Callable[..., Any], *options: Callable[[Command], Command]) -> Command:
+    """Return a command with options, in the order of its help."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def exclude_option(command: Command) -> Command:
     """Add --exclude. Its former name --without stays as a hidden alias for one version."""
 
@@ -38,19 +45,14 @@ def exclude_option(command: Command) -> Command:
     def with_excluded(*, exclude: tuple[str, ...], without: tuple[str, ...], **values: Any) -> None:
         command(exclude=(*exclude, *without), **values)
 
-    described: Command = with_excluded
-    for option in (
-        click.option("--without", multiple=True, hidden=True),
-        click.option(
-            "--exclude",
-            multiple=True,
-            metavar="FILE",
-            help="Exclude the texts of this file, FILE or FILE:column,column. May be repeated. Default: no "
-            "text is excluded.",
-        ),
-    ):
-        described = option(described)
-    return described
+    excluding = click.option(
+        "--exclude",
+        multiple=True,
+        metavar="FILE",
+        help="Exclude the texts of this file, FILE or FILE:column,column. May be repeated. Default: no "
+        "text is excluded.",
+    )
+    return with_options(with_excluded, excluding, click.option("--without", multiple=True, hidden=True))
 
 
 def _of_settings(name: str, kind: Any) -> Callable[[Command], Command]:
@@ -138,14 +140,8 @@ pooling_option = _of_settings("pooling", click.Choice(get_args(PoolingMode)))
 
 def use_options(command: Command) -> Command:
     """Add --template, --pooling, --task and --labels."""
-    for option in (
-        _of_settings("labels", str),
-        _of_settings("task", click.Choice(get_args(ChosenTask))),
-        pooling_option,
-        template_option,
-    ):
-        command = option(command)
-    return command
+    task = _of_settings("task", click.Choice(get_args(ChosenTask)))
+    return with_options(command, template_option, pooling_option, task, _of_settings("labels", str))
 
 
 revision_option = _of_settings("revision", str)
@@ -182,10 +178,9 @@ def whole_model_options(command: Command) -> Command:
         chosen = {name: values.pop(name) for name in OF_CHECKPOINTS if name in values}
         command(checkpoint=chosen_checkpoint(**chosen), **values)
 
-    described: Command = with_checkpoint
-    for option in (threads_option, quantize_options, dtype_option, revision_option, model_option):
-        described = option(described)
-    return described
+    return with_options(
+        with_checkpoint, model_option, revision_option, dtype_option, quantize_options, threads_option
+    )
 
 
 def kept_indices(engine: PrefillEngine, texts: Sequence[str], excluded: Sequence[str]) -> list[int]:
