@@ -30,7 +30,6 @@ from service.errors import (
     error_response,
 )
 from service.observability.metrics import SLOW_READER
-from service.settings import Settings
 from service.state import ServiceState
 from service.web.listeners import CONNECTION, LISTENER, ListenerName
 from service.web.wire import JoinedTransport, Parser
@@ -69,15 +68,10 @@ class Connections:
         """Return the number of connections."""
         return len(self.open) + len(self.excess)
 
-    @property
-    def limits(self) -> Settings:
-        """How long connections may take, and how many there may be."""
-        return self.state.settings
-
     def write_seconds(self) -> float:
         """Return the seconds that a client has at present to read a response."""
         # If answers that are not read take most of what they may, others are refused soon.
-        return self.limits.write_seconds * (_CROWDED_SHARE if self.state.answers.is_half_taken else 1)
+        return self.state.settings.write_seconds * (_CROWDED_SHARE if self.state.answers.is_half_taken else 1)
 
     def note_cut(self, reason: str) -> None:
         """Count a connection that was refused or cut. reason: one of metrics.CUT_REASONS."""
@@ -130,12 +124,14 @@ class Connection(HttpToolsProtocol):
         self._responses = JoinedTransport(transport)
         self._since = self.loop.time()
         connections = self._of_listener
-        if len(connections.open) < connections.limits.max_connections:
+        if len(connections.open) < connections.state.settings.max_connections:
             connections.open.add(self)
             return
         connections.excess[self] = None
         if len(connections.excess) > _MAX_EXCESS_CONNECTIONS:
-            next(iter(connections.excess)).cut(_too_many_connections(connections.limits.max_connections))
+            next(iter(connections.excess)).cut(
+                _too_many_connections(connections.state.settings.max_connections)
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of the connection."""
@@ -264,7 +260,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False
             if cycle.scope["path"] not in HEALTH_PATHS:
                 connections.note_cut(TooManyConnections.code)
-                response = error_response(_too_many_connections(connections.limits.max_connections))
+                response = error_response(_too_many_connections(connections.state.settings.max_connections))
                 app = response
         super()._start_asgi_task(cycle, app)
 
@@ -321,7 +317,7 @@ class Connection(HttpToolsProtocol):
         return None if running is None or running.response_complete else running
 
     def _check_receiving(self, waited: float) -> None:
-        limits = self._of_listener.limits
+        limits = self._of_listener.state.settings
         if self._receiving is _Receiving.HEADERS and waited > limits.header_seconds:
             self._refuse(_late("headers", limits.header_seconds))
         elif self._receiving is _Receiving.BODY and self.cycle.response_complete:

@@ -242,7 +242,7 @@ class Server(uvicorn.Server):
             return Connection(connections, self.config, self.server_state, self.lifespan.state, loop)
 
         turn = [] if self._is_alone else [self._turn_to_accept]
-        acceptor = Acceptor(listener, connection, connections.limits.header_seconds, *turn)
+        acceptor = Acceptor(listener, connection, connections.state.settings.header_seconds, *turn)
         # uvicorn only closes it.
         return cast(asyncio.base_events.Server, acceptor)
 
