@@ -117,7 +117,7 @@ def _with_new_database(engine: PrefillEngine, settings: Settings, builds: bool) 
             yield from _when_quiet(MEASURING_PROSPECT, lambda: prospect.append(_could_pay(engine, settings)))
             if not prospect[0]:
                 engine.reuse_off[:] = [CANNOT_PAY]
-                _log_savings(engine)
+                logger.info("reuse     %s", expected_savings(engine))
                 return
         yield from _persistently(engine, partial(_build, engine, settings))
     else:
@@ -147,7 +147,7 @@ def _measured(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
     if engine.map_reuse and engine.map_reuse.awaits_gain:
         measure = partial(require_gain, engine, settings.min_gain, idle_mark=engine.runs.idle_mark)
         yield from _when_quiet(MEASURING_GAIN, measure)
-        _log_savings(engine)
+        logger.info("reuse     %s", expected_savings(engine))
 
 
 def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:
@@ -200,10 +200,6 @@ def _retried(attempt: Callable[[], Iterator[str]], failing: type[Exception], ver
             yield f"{failure}: the server goes on without reuse, and {verb} again in {seconds // 60} min"
             time.sleep(seconds)
             seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
-
-
-def _log_savings(engine: PrefillEngine) -> None:
-    logger.info("reuse     %s", expected_savings(engine))
 
 
 def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:

@@ -318,13 +318,22 @@ def with_remote_database(
         yield from load(settings)
         return
     remote = RemoteDatabase(settings.database.get_secret_value(), settings.cache_dir, checkpoint)
-    failures = _Failures(remote)
+    last: str | None = None  # the failure that was logged last
+
+    def failed(error: Exception) -> FetchFailed:
+        """Log each failure once."""
+        nonlocal last
+        before, last = last, _told(error, remote)
+        if last != before:
+            logger.error("%s; the database that was downloaded last serves on", last)
+        return FetchFailed()
+
     try:
         yield from remote.fetch(waits=True)
     except (AttnCacheError, OSError) as error:
         if not remote.is_there:
             raise DatabaseRefused(_told(error, remote), field="database") from error
-        yield failures.note(error)
+        yield failed(error)
     next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
     for loaded in load(settings.model_copy(update={"database": remote.root})):
         yield loaded
@@ -332,25 +341,10 @@ def with_remote_database(
             continue
         try:
             yield from remote.fetch(waits=False)
-            failures.last = None
+            last = None
         except Exception as error:
-            yield failures.note(error)
+            yield failed(error)
         next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-
-
-class _Failures:
-    """Logs each failure once."""
-
-    def __init__(self, remote: RemoteDatabase) -> None:
-        self._remote = remote
-        self.last: str | None = None
-
-    def note(self, error: Exception) -> FetchFailed:
-        told = _told(error, self._remote)
-        if told != self.last:
-            logger.error("%s; the database that was downloaded last serves on", told)
-        self.last = told
-        return FetchFailed()
 
 
 def _told(error: Exception, remote: RemoteDatabase) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 from attncache_core import (
     AttentionDatabase,
@@ -43,7 +43,10 @@ def with_renewals(loaded: Iterator[Loaded], settings: Settings, *, renews: bool 
     renews: renew the database as --renew-hours says; False: another worker does. Ends if the last engine that
     was loaded has no database.
     """
-    engine = yield from _passed_on(loaded)
+    engine: PrefillEngine | None = None
+    for each in loaded:
+        engine = each if isinstance(each, PrefillEngine) else engine
+        yield each
     if engine is None or engine.map_reuse is None:
         if settings.sample:
             logger.warning("no text is sampled, because there is no database of attention maps to renew")
@@ -98,16 +101,6 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
             engine, served = replacement, following
             yield engine
         del replacement
-
-
-def _passed_on(loaded: Iterator[Loaded]) -> Generator[Loaded, None, PrefillEngine | None]:
-    """Yield what is loaded, and return the last engine."""
-    engine: PrefillEngine | None = None
-    for loaded_engine in loaded:
-        if isinstance(loaded_engine, PrefillEngine):
-            engine = loaded_engine
-        yield loaded_engine
-    return engine
 
 
 def _look(database: AttentionDatabase) -> Generation | str:
