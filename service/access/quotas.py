@@ -227,7 +227,8 @@ class _Change:
         except QuotaExceeded as error:
             self.error = error
         else:
-            used.set_in_flight(process, used.in_flight_of(process) + self.in_flight, ends_at)
+            before, _ = used.in_flight.get(process, (0, 0.0))
+            used.set_in_flight(process, before + self.in_flight, ends_at)
         return self.error is None
 
 
@@ -323,9 +324,6 @@ class _Used:
             process: requests for process, requests in self.in_flight.items() if requests[1] > now
         }
         return sum(count for count, _ in self.in_flight.values())
-
-    def in_flight_of(self, process: str) -> int:
-        return self.in_flight.get(process, (0, 0.0))[0]
 
     def set_in_flight(self, process: str, count: int, ends_at: float) -> None:
         self.in_flight.pop(process, None)

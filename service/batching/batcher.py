@@ -253,8 +253,8 @@ class Batcher:
         verifier = self.verifier
         if verifier and verifier.has_work:
             # Verification starts from the event loop, behind the answers there, so that answers go first.
-            verify = partial(self._start_verifying, verifier)
-            self._loop.call_soon_threadsafe(self._loop.call_soon, verify)
+            turn = partial(self._verify_until_requests_wait, verifier)
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._threads.start, turn)
 
     def _verify_until_requests_wait(self, verifier: LaterVerifier) -> None:
         # If another engine thread runs, the end of its turn starts verification again.
@@ -296,9 +296,6 @@ class Batcher:
         # Kept from the second time on, because most texts do not come again. What others share is exact.
         if self._results is not None and request.digest is not None and result.repeated == len(result):
             self._results.settle({request.digest: result})
-
-    def _start_verifying(self, verifier: LaterVerifier) -> None:
-        self._threads.start(partial(self._verify_until_requests_wait, verifier))
 
 
 class EngineThreads:

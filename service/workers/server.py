@@ -270,11 +270,9 @@ class Server(uvicorn.Server):
 
     def _is_drained(self) -> bool:
         is_idle = all(connection.is_idle for connection in self._connections())
-        return is_idle and not self.server_state.tasks and not self._is_opening()
-
-    def _is_opening(self) -> bool:
-        """Return whether a connection was accepted of which `_connections` does not know yet."""
-        return any(acceptor.is_opening for acceptor in cast(list[Acceptor], self.servers))
+        # A connection that was accepted, and of which `_connections` does not know yet.
+        is_opening = any(acceptor.is_opening for acceptor in cast(list[Acceptor], self.servers))
+        return is_idle and not self.server_state.tasks and not is_opening
 
     def _connections(self) -> list[Connection]:
         # All are made by `_accept`.
