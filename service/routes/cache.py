@@ -285,12 +285,12 @@ async def _chosen(call: Call, body: _About) -> Chosen:
     if [body.texts, body.template, body.segments].count(None) != 2:
         raise InvalidInput("give one of texts, template and segments", field="texts")
     if body.segments is not None:
-        check_count(body.segments, "segments", settings.max_request_inputs)
+        check_count(call, body.segments, "segments")
         return await asyncio.to_thread(Chosen.segments, engine, body.segments, salt)
     # In a thread, because texts and templates may be long.
     if body.texts is None:
         return await asyncio.to_thread(Chosen.template, engine, body.template or "", salt)
-    check_count(body.texts, "texts", settings.max_request_inputs)
+    check_count(call, body.texts, "texts")
     if engine.tokenizer.default_prompt.template.is_for_pairs:
         raise InvalidInput(
             "texts are not taken by this server, whose template holds a query and a document; give template, "

@@ -86,14 +86,14 @@ async def scored(call: Call, body: ClassifyRequest, *, alone: bool = False) -> A
 
 async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Classified:
     """Score classes, or labels that are compared by embedding or by entailment."""
-    settings, decisions = call.state.settings, call.engine.decisions
+    decisions = call.engine.decisions
     if body.template is not None:
         raise InvalidInput(
             "template is accepted only by a server with --task label-logits, which scores labels by tokens",
             field="template",
         )
     if body.labels is not None and _is_zero_shot(call.engine, body):
-        _check_labels(body.labels, source.count, settings.max_request_inputs)
+        _check_labels(call, body.labels, source.count)
         return await _by_entailment(call, body, body.labels, source)
     _refuse_zero_shot(body)
     salt = call.salt(body.cache_salt)
@@ -102,7 +102,7 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
-        _check_labels(labels, source.count, settings.max_request_inputs)
+        _check_labels(call, labels, source.count)
         embeddings = await _label_embeddings(call, labels, call.truncates(body.truncate), salt)
         result = await computed(call, source, reads=None, salt=salt)
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
@@ -134,7 +134,7 @@ async def _by_requested_tokens(call: Call, body: ClassifyRequest, source: Source
     """Score labels by the logits of their tokens after the template."""
     _refuse_zero_shot(body)
     if body.labels is not None:
-        _check_labels(body.labels, source.count, call.state.settings.max_request_inputs)
+        _check_labels(call, body.labels, source.count)
     template = None if body.template is None else Template.parse(body.template, pairs=False)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(call.engine.decisions.labels_in, template, body.labels)
@@ -245,9 +245,9 @@ def _columns(requested: list[str] | None, known: tuple[str, ...]) -> list[int]:
     return [columns[label] for label in requested]
 
 
-def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
+def _check_labels(call: Call, labels: list[str], inputs: int) -> None:
     """Raise TooManyInputs if the labels are too many or too long, InvalidInput if a label is repeated."""
-    check_count(labels, "labels", limit)
+    check_count(call, labels, "labels")
     require_distinct(labels)
     characters = inputs * sum(map(len, labels))
     if characters > _MAX_ANSWER_CHARACTERS:

@@ -41,8 +41,9 @@ _PART_ROWS = 64
 _MAX_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 
 
-def check_count(texts: Sequence[Any], field: str, limit: int) -> None:
+def check_count(call: Call, texts: Sequence[Any], field: str) -> None:
     """Raise TooManyInputs if a request has more texts than allowed. field: the field with the texts."""
+    limit = call.state.settings.max_request_inputs
     if len(texts) > limit:
         kind = "labels" if field == "labels" else "texts"
         raise TooManyInputs(

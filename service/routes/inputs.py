@@ -35,18 +35,17 @@ async def answered(
     computed again. After an error the history is as before. Raises InvalidInput, TooManyInputs,
     UnknownSession, QueueFull, ClientGone, StoreUnavailable, and as `compute`.
     """
-    settings = call.state.settings
     if body.segments is not None or body.query is not None:
         return await compute(segments_of(call, *_segments(body)))
     truncate = call.truncates(body.truncate)
     if body.session_id is None:
         inputs = _inputs(body)
-        check_count(inputs, "inputs", settings.max_request_inputs)
+        check_count(call, inputs, "inputs")
         source = source_of(inputs, truncate, body.truncation_direction or "right")
         return await compute(divided(call, source))
     arrived = time.time()
     field, turns = _turns(body)
-    check_count(turns, field, settings.max_request_inputs)
+    check_count(call, turns, field)
     # Token ids of one model say nothing to another one.
     session = call.engine.fingerprint.encode() + call.salt(body.cache_salt), body.session_id
     # As the client has sent it, also if it is not fit for the log.
@@ -59,7 +58,7 @@ async def answered(
             turns,
             field,
             truncate=truncate,
-            overflow=settings.session_overflow,
+            overflow=call.state.settings.session_overflow,
             request=request,
             arrived=arrived,
         )
@@ -141,13 +140,12 @@ def segments_of(
     Raises TooManyInputs, and InvalidInput if keys and values of the model's chunks cannot be used in any
     order.
     """
-    settings = call.state.settings
-    check_count(segments, "segments", settings.max_request_inputs)
+    check_count(call, segments, "segments")
     if reason := call.engine.blending.refusal:
         raise InvalidInput(
             f"segments are not accepted by this server: {reason}; send one text as inputs", field="segments"
         )
-    return Segments(segments, query, settings.segment_separator, headings=headings)
+    return Segments(segments, query, call.state.settings.segment_separator, headings=headings)
 
 
 def divided(call: Call, source: Source) -> Source:

@@ -53,7 +53,7 @@ async def create_classifications(call: CurrentCall) -> Answer:
     settings = call.state.settings
     body = await call.read(ClassificationRequest)
     check_model_name(body.model, settings)
-    check_count(body.input, "input", settings.max_request_inputs)
+    check_count(call, body.input, "input")
     source = Texts(body.input, settings.truncate)
     with named("input"):
         found = await classified(call, source, salt=call.salt(body.cache_salt))

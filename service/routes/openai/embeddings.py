@@ -22,7 +22,7 @@ async def create_embeddings(call: CurrentCall) -> Answer:
     engine, settings = embedding_engine(call), call.state.settings
     body = await call.read(EmbeddingsRequest)
     check_model_name(body.model, settings)
-    check_count(body.input, "input", settings.max_request_inputs)
+    check_count(call, body.input, "input")
     engine.require_dimensions(body.dimensions)
     source = source_of(body.input, settings.truncate, "right")
     if settings.check_token_ids:

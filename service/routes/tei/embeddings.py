@@ -53,9 +53,9 @@ async def embed_all(call: CurrentCall) -> Answer:
 
     These are what the model's pooling reads, special tokens included. They are not brought to unit length.
     """
-    engine, settings = embedding_engine(call), call.state.settings
+    engine = embedding_engine(call)
     body = await call.read(EmbedAllRequest)
-    check_count(body.inputs, "inputs", settings.max_request_inputs)
+    check_count(call, body.inputs, "inputs")
     source = source_of(body.inputs, call.truncates(body.truncate), body.truncation_direction or "right")
     prompt = prompt_of(engine, source, body.prompt_name)
     reading = replace(
@@ -73,7 +73,7 @@ async def similarity(call: CurrentCall) -> Answer:
     """Compare a text with other texts, by the cosines of their embeddings."""
     engine = embedding_engine(call)
     body = await call.read(SimilarityRequest)
-    check_count(body.inputs.sentences, _SENTENCES, call.state.settings.max_request_inputs)
+    check_count(call, body.inputs.sentences, _SENTENCES)
     parameters = body.parameters or SimilarityParameters()
     prompt = engine.tokenizer.named_prompt(parameters.prompt_name)
     source = source_of(

@@ -88,7 +88,7 @@ class PredictRequest(CutRequest):
 async def predict(call: CurrentCall) -> Answer:
     """Score the labels of the server for each text or pair, best first."""
     body = await call.read(PredictRequest)
-    check_count(body.inputs.texts, "inputs", call.state.settings.max_request_inputs)
+    check_count(call, body.inputs.texts, "inputs")
     if body.parameters is not None and not body.inputs.is_list and isinstance(body.inputs.texts[0], tuple):
         # A pair for clients of text-embeddings-inference, and two texts for those that send parameters.
         raise InvalidInput(

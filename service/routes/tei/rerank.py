@@ -109,9 +109,8 @@ async def rerank(call: CurrentCall) -> Answer:
     A cross-encoder, or a reranker in its template, scores each pair of query and document. An embedding model
     scores by the cosine of both embeddings, with the model's prompts for queries and documents.
     """
-    settings = call.state.settings
     body = await call.read(RerankRequest)
-    check_model_name(body.model, settings)
+    check_model_name(body.model, call.state.settings)
     field, documents = _documents(body)
     maximum = call.engine.tokenizer.max_tokens
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < maximum:
@@ -123,7 +122,7 @@ async def rerank(call: CurrentCall) -> Answer:
     if field == "segments":
         found = await by_list(call, body.query, documents, call.salt(body.cache_salt))
         return answer(_of_documents(found, documents, body, call), found.result, call)
-    check_count(documents, field, settings.max_request_inputs)
+    check_count(call, documents, field)
     question = Question(
         body.query,
         documents,

@@ -51,9 +51,9 @@ class SimpleToken(BaseModel):
 
 async def tokenize(call: CurrentCall) -> Answer:
     """Return the tokens of each text in the server's template, as /embed computes them, without cutting."""
-    engine, settings = call.engine, call.state.settings
+    engine = call.engine
     body = await call.read(TokenizeRequest)
-    check_count(body.inputs, "inputs", settings.max_request_inputs)
+    check_count(call, body.inputs, "inputs")
     prompt = engine.tokenizer.named_prompt(body.prompt_name)
     if prompt.template.is_for_pairs:
         raise InvalidInput("the server's template takes pairs, and /tokenize takes texts", field="inputs")
@@ -78,9 +78,9 @@ async def tokenize(call: CurrentCall) -> Answer:
 
 async def decode(call: CurrentCall) -> Answer:
     """Return the text of each list of token ids."""
-    engine, settings = call.engine, call.state.settings
+    engine = call.engine
     body = await call.read(DecodeRequest)
-    check_count(body.ids, "ids", settings.max_request_inputs)
+    check_count(call, body.ids, "ids")
     tokens = sum(map(len, body.ids))
     if tokens > _MAX_TOKENS:
         raise InputTooLong(
