@@ -14,7 +14,8 @@ CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 class Group(BaseModel):
     """Settings that belong together. The help and the documentation list them under `title`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Infinity, where a setting allows it, is not JSON's null for the process that builds.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     title: ClassVar[str]
 

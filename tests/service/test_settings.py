@@ -1,3 +1,5 @@
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,9 @@ def test_setting_that_serve_refuses_is_not_written(tmp_path):
     with pytest.raises(InvalidSettings, match="--threads"):
         write_settings(tmp_path / "a.toml", {"threads": 0}, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_are_the_same_for_the_process_that_builds():
+    settings = read_settings({"max_queue_seconds": "inf", "threads": 2})
+    assert settings.max_queue_seconds == math.inf
+    assert read_settings(json.loads(settings.model_dump_json())) == settings
