@@ -26,8 +26,8 @@ from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.engine.layers import reused_by, run_layers
 from attncache_core.engine.request import PrefillRequest
+from attncache_core.models import PackedModel
 from attncache_core.native import products
-from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 from attncache_core.text.token_batch import pack
@@ -72,7 +72,8 @@ def attention_by(computing: str) -> Iterator[None]:
         pytest.skip("no kernel was built for this processor")
     with ExitStack() as patches:
         if computing != "stack":
-            patches.enter_context(mock.patch.object(HitRecords, "records", return_value=None))
+            for name in ("stack", "compiled_outputs"):
+                patches.enter_context(mock.patch.object(PackedModel, name, property(lambda _: None)))
         if computing == "operators":
             patches.enter_context(mock.patch.object(native, "kernel", return_value=None))
         yield
