@@ -66,7 +66,9 @@ class MeanMaps:
 
     def add(self, cluster: int, maps: Sequence[torch.Tensor]) -> None:
         """Add a member to a cluster. maps: for each layer [stored heads, L, L]."""
-        sums = self._sums.setdefault(cluster, [torch.zeros(layer.shape) for layer in maps])
+        sums = self._sums.setdefault(
+            cluster, [torch.zeros(layer.shape, dtype=torch.float32) for layer in maps]
+        )
         for total, layer in zip(sums, maps, strict=True):
             total += layer
         self._members[cluster] = self._members.get(cluster, 0) + 1

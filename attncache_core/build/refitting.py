@@ -155,7 +155,7 @@ class _Ridge:
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add rows x [n, inputs] with targets y, float32 [n, outputs]."""
-        rows = torch.cat([x.float(), torch.ones(len(x), 1, device=x.device)], dim=1)
+        rows = torch.cat([x.float(), torch.ones(len(x), 1, dtype=torch.float32, device=x.device)], dim=1)
         self._squares += (rows.T @ rows).cpu().double()
         self._products += (rows.T @ y).cpu().double()
 

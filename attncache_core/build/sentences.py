@@ -143,7 +143,7 @@ class FirstInputs:
         NaN or infinity.
         """
         if not sequences:
-            return torch.empty(0, 1, self._model.hidden_size)
+            return torch.empty(0, 1, self._model.hidden_size, dtype=torch.float32)
         keys = [tuple(ids) for ids in sequences]
         missing = [ids for ids in dict.fromkeys(keys) if ids not in self._offsets]
         for at in range(0, len(missing), _SEQUENCES_PER_PASS):

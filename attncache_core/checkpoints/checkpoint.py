@@ -319,6 +319,7 @@ class Checkpoint:
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
         files = [*weights, *self.tokenizer_files, *self._not_named]
         with readable(f"the files of model {self.name}"):
+            _require_no_pointers([*self.weight_files(), *self.tokenizer_files])
             digests = {path: _digest_of(path) for path in files if path.is_file()}
         described = json.dumps(read_json(self.folder / "config.json"))
         if self.digests not in (None, digests) or described != json.dumps(self.config):
@@ -386,6 +387,9 @@ class Checkpoint:
         return [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
 
 
+# What files are that were cloned without Git LFS.
+_LFS_POINTER = b"version https://git-lfs"
+
 # Entries of config.json that may change when a model is saved again and do not change its maps.
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
@@ -427,6 +431,18 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
 def _default_texts() -> tuple[str, ...]:
     """Return equally spaced texts of the shipped corpus, so texts of all topics."""
     return tuple(spread([sentence.text for sentence in default_corpus()], MAX_QUANTIZATION_TEXTS))
+
+
+def _require_no_pointers(files: Sequence[Path]) -> None:
+    """Raise UnsupportedModel if the folder was cloned without Git LFS, which keeps large files elsewhere."""
+    for path in filter(Path.is_file, files):
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UnsupportedModel(
+                    f"{path} is only a pointer of Git LFS to the file; install git-lfs, and run git lfs pull "
+                    "in the model's folder",
+                    field="model",
+                )
 
 
 def _digest_of(path: Path) -> bytes:

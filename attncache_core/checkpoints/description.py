@@ -68,7 +68,6 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     listed = _modules(folder)
     modules = dict(listed)
     transformer = folder / modules.get("Transformer", "")
-    _require_files_of_lfs(transformer)
     config = read_json(transformer / "config.json")
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{transformer / 'config.json'} is not a JSON object", field="model")
@@ -157,22 +156,6 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         matryoshka_dimensions=_matryoshka_dimensions(config),
         activation=activation or "sigmoid",
     )
-
-
-_LFS_POINTER = b"version https://git-lfs"
-
-
-def _require_files_of_lfs(folder: Path) -> None:
-    """Raise UnsupportedModel if the folder was cloned without Git LFS, which keeps large files elsewhere."""
-    for path in sorted(folder.glob("*")):
-        if path.suffix in (".json", ".model", ".safetensors") and path.is_file():
-            with path.open("rb") as file:
-                if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise UnsupportedModel(
-                        f"{path} is only a pointer of Git LFS to the file; install git-lfs, and run git lfs "
-                        "pull in the model's folder",
-                        field="model",
-                    )
 
 
 # The names under which sentence-transformers looks for the settings of its Transformer module, in its order.

@@ -93,7 +93,8 @@ def _compiled(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Comp
     else:
         assert model.stack is not None
         model.stack.wake(compiled_threads())
-        hidden = torch.empty(len(batch.ids), model.hidden_size) if reads_rows else None
+        size = len(batch.ids), model.hidden_size
+        hidden = torch.empty(size, dtype=torch.float32) if reads_rows else None
         rows, slots = rows_of(batch, skipped=plan.skipped, pooling=plan.pooling()), plan.slots()
     outputs, finite, seconds = stack_outputs(model, rows, compiled_threads(), slots=slots, hidden=hidden)
     plan.wait_until_loaded()

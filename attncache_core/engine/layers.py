@@ -178,7 +178,7 @@ def _run_stack(
     states: torch.Tensor | None = None
     if not embeds:
         # A copy in float32, because the stack overwrites its input.
-        states = torch.empty(len(batch.ids), model.hidden_size)
+        states = torch.empty(len(batch.ids), model.hidden_size, dtype=torch.float32)
         states.copy_(model.embed(batch) if hidden is None else hidden)
     rows = rows_of(batch, embeds=embeds)
     found, counts = stack.run(states, rows, layers, records, compiled_threads(), slots)

@@ -191,7 +191,7 @@ def compiled_norm(module: nn.Module | Norm | None) -> CompiledNorm | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float):
         raise NotCompiled
-    probe = torch.linspace(-2, 3, weight.numel()).sin()[None]
+    probe = torch.linspace(-2, 3, weight.numel(), dtype=torch.float32).sin()[None]
     found = deepcopy(module).float()(probe)
     plain = probe * (probe.square().mean() + epsilon).rsqrt()
     for factors in (weight.float(), 1 + weight.float()):  # Gemma stores the weight minus one

@@ -76,14 +76,22 @@ def relative_positions(encoder: Any, positions: int) -> RelativePositions | None
     embeddings = encoder.get_rel_embedding()
     distances = torch.arange(1 - positions, positions)
     if encoder.position_buckets > 0:
-        # Imported here, because it imports what bare.py avoids for other encoders.
-        from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
-
-        distances = make_log_bucket_position(
-            distances, encoder.position_buckets, encoder.max_relative_positions
-        ).long()
+        distances = _log_buckets(distances, encoder.position_buckets, encoder.max_relative_positions)
     rows = (distances + len(embeddings) // 2).clamp(0, len(embeddings) - 1)
     return RelativePositions(embeddings, rows.to(embeddings.device))
+
+
+def _log_buckets(distances: torch.Tensor, buckets: int, positions: int) -> torch.Tensor:
+    """Return the bucket of each distance, int64: of small distances their own, of others by the logarithm.
+
+    DeBERTa-v3 (He et al. 2021). transformers' function computes in torch's default dtype, which transformers
+    changes while another thread loads a model.
+    """
+    middle = buckets // 2
+    widest = torch.tensor((positions - 1) / middle, dtype=torch.float32).log()
+    by_log = (distances.abs().clamp(min=middle - 1).float() / middle).log() / widest * (middle - 1)
+    far = (by_log.ceil() + middle) * distances.sign()
+    return torch.where(distances.abs() <= middle, distances, far.long())
 
 
 def _score_terms(module: Any, heads: LayerHeads, relative: RelativePositions | None) -> ScoreTerms:

@@ -117,7 +117,9 @@ class LayerRotary:
     def _angles(
         self, arguments: tuple[str, ...], positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self._module(torch.empty(0, device=positions.device), positions, *arguments)
+        # Not of the default dtype, which transformers changes while another thread loads a model.
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        found = self._module(like, positions, *arguments)
         if isinstance(found, torch.Tensor):  # complex, [1, L, r/2]
             return found.real.repeat(1, 1, 2), found.imag.repeat(1, 1, 2)
         cos, sin = found

@@ -92,7 +92,7 @@ class _Peaks:
     """The largest absolute value of each input of a layer."""
 
     def __init__(self) -> None:
-        self.largest = torch.zeros(1)  # float32 [inputs], once noted
+        self.largest = torch.zeros(1, dtype=torch.float32)  # float32 [inputs], once noted
         self.tokens = 0  # number of rows that were noted
         self.is_noted = False  # in this pass
 

@@ -177,7 +177,7 @@ class PackedMatrix:
         x: [rows, inputs], float32 or bfloat16, on the CPU. The outputs are never in memory together.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
-        largest, sums = torch.empty(2, len(x))
+        largest, sums = torch.empty(2, len(x), dtype=torch.float32)
         job = _Normalizers(
             weights=ctypes.addressof(self.matrix),
             x=x.data_ptr(),

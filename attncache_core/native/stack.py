@@ -250,7 +250,7 @@ class CompiledStack:
         """
         count = int(rows.offsets[-1])
         if hidden is None:
-            hidden = torch.empty(count, self._width)
+            hidden = torch.empty(count, self._width, dtype=torch.float32)
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
         assert hidden.shape == (count, self._width)

@@ -131,8 +131,6 @@ def modules(**paths):
         ("config.json", b"{", "config.json cannot be read as JSON"),
         ("config.json", b"\xff\xfe", "config.json cannot be read as JSON"),
         ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
-        ("model.safetensors", LFS_POINTER, "model.safetensors is only a pointer of Git LFS"),
-        ("tokenizer.json", LFS_POINTER, "tokenizer.json is only a pointer of Git LFS"),
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": []}, "pooling by no mode of .* is not supported"),
@@ -191,6 +189,15 @@ def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, conte
         read_checkpoint(copied)
     assert "\n" not in str(caught.value)
     assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_folder_that_was_cloned_without_lfs_is_refused_with_the_remedy(copied, file):
+    (copied / "model.fp16.safetensors").write_bytes(LFS_POINTER)  # which nothing reads
+    PrefillEngine.load(read_checkpoint(copied))
+    (copied / file).write_bytes(LFS_POINTER)
+    with pytest.raises(UnsupportedModel, match=rf"{file} is only a pointer of Git LFS .* git lfs pull"):
+        PrefillEngine.load(read_checkpoint(copied))
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])

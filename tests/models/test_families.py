@@ -184,6 +184,23 @@ def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(any_fami
     assert_near(found, map(any_family.hidden, sequences), FLOAT32)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_nothing_depends_on_torchs_default_dtype(any_family, default, computing):
+    """transformers changes the default dtype of the whole process while another thread loads a model."""
+    loaded = any_family.model()
+    skip_what_kernel_computes(loaded, computing)
+    sequences = random_sequences([5, 80, 17])
+    with attention_by(computing):
+        expected = last_hidden(loaded, sequences)
+        any_family.loaded.clear()
+        torch.set_default_dtype(default)
+        try:
+            found = last_hidden(any_family.model(), sequences)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_near(found, expected, 0)
+
+
 @needs_bfloat16
 def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family):
     sequences = random_sequences([5, 17, 90, 40])

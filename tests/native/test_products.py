@@ -284,6 +284,11 @@ def test_normalizers_are_those_of_a_softmax_over_all_outputs(
     allowed = FLOAT32 * (terms.amax(dim=1) + (0 if bias is None else bias.abs().max())) + 1e-5
     assert ((found - logits.logsumexp(dim=1)).abs() <= allowed).all()
     assert torch.equal(found, packed.log_normalizers(by_columns(x), 1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(found, packed.log_normalizers(x, threads))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_normalizers_of_rows_with_nan_or_infinity_are_not_finite(kernel, kind):

@@ -31,8 +31,9 @@ class FeatureProjector(nn.Module):
     def __init__(self, hidden_size: int, max_length: int, dimensions: int = DIMENSIONS) -> None:
         super().__init__()
         self.max_length = max_length
-        self.token = nn.Linear(hidden_size, _TOKEN_FEATURES)
-        self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
+        self.token = nn.Linear(hidden_size, _TOKEN_FEATURES, dtype=torch.float32)
+        shape = max_length, _TOKEN_FEATURES, dimensions
+        self.position = nn.Parameter(torch.empty(shape, dtype=torch.float32))
         # The scale for a second layer with the inputs of a sentence of common length, 16 tokens.
         nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
 
