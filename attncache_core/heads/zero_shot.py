@@ -77,15 +77,18 @@ class ZeroShot:
         Without multi_label, the scores of a text sum to 1. With it, and for a single label, the score of each
         label is the probability of entailment against contradiction.
         """
-        by_itself = multi_label or len(self.labels) == 1
-        return class_scores(self.label_logits(logits, multi_label), multi_label=by_itself)
+        found = self.label_logits(logits, multi_label)
+        return class_scores(found, multi_label=self.is_by_itself(multi_label))
+
+    def is_by_itself(self, multi_label: bool) -> bool:
+        """Return whether the score of a label does not depend on other labels."""
+        return multi_label or len(self.labels) == 1
 
     def label_logits(self, logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
         """Return what `scores` makes scores of, float32 [texts, labels], in the same order."""
         by_label = logits.reshape(-1, len(self.labels), logits.shape[1])  # [texts, labels, classes]
         found: np.ndarray = by_label[..., self.entailment]
-        by_itself = multi_label or len(self.labels) == 1
-        return found - by_label[..., self.contradiction] if by_itself else found
+        return found - by_label[..., self.contradiction] if self.is_by_itself(multi_label) else found
 
 
 def entailment_class(config: dict[str, Any]) -> int | None:

@@ -133,7 +133,10 @@ def _build(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
     """Build the default database of the engine's model. Raises UnsupportedModel if its files were changed."""
     engine.checkpoint.as_it_is()  # the builder reads the files that it finds
     yield from build_while_serving(settings)
-    engine.checkpoint.as_it_is()
+    if not _default_folder(settings, engine.checkpoint).exists():
+        raise BuildFailed(
+            "the files of the model were changed while it was built; put them back, or restart the server"
+        )
 
 
 def _could_pay(engine: PrefillEngine, settings: Settings) -> bool:

@@ -215,7 +215,7 @@ async def _by_entailment(
         result = await computed(call, pairs, prompt=zero_shot.prompt, salt=call.salt(body.cache_salt))
     multi_label = bool(body.multi_label)
     logits = zero_shot.label_logits(decisions.class_logits(result.outputs), multi_label)
-    return Classified(labels, logits, result, multi_label or len(labels) == 1)
+    return Classified(labels, logits, result, zero_shot.is_by_itself(multi_label))
 
 
 @contextmanager

@@ -67,7 +67,11 @@ async def test_own_labels_are_scored_by_their_tokens_and_sequences_are_counted(f
     async with serving(engine) as client:
         response = await client.post("/classify", json={"inputs": TEXTS})
         metrics = await metrics_of(client)
+        softer = await client.post("/classify", json={"inputs": TEXTS[0], "temperature": 2.0})
     assert_scores(response, expected(folder, labels))
+    roots = {entry["label"]: entry["score"] ** 0.5 for entry in response.json()[0]}
+    halved = {label: root / sum(roots.values()) for label, root in roots.items()}
+    assert {entry["label"]: entry["score"] for entry in softer.json()[0]} == pytest.approx(halved, abs=1e-4)
     sequences = len(TEXTS) * len(engine.decisions.labels_in().prompt.sequence_plans)
     assert (sequences > len(TEXTS)) == (labels is SEVERAL)
     assert response.headers["X-AttnCache-Hits"] == f"0/{sequences}"

@@ -33,20 +33,25 @@ def by_label(answer):
     [
         (NLI, {}),
         (NLI, {"multi_label": True}),
+        (NLI, {"labels": ["parcel"]}),
         (NLI, {"hypothesis_template": "the text is about a {}"}),
         (NLI_REVERSED, {}),  # the class of entailment is found by its name
     ],
-    ids=["one label", "several labels", "template", "reversed"],
+    ids=["one label", "several labels", "a single label", "template", "reversed"],
 )
 async def test_scores_are_those_of_the_pipeline_of_transformers(tmp_path, classes, how):
+    how = {"labels": LABELS} | how
     folder = write_deberta_v3(tmp_path / "nli", **classes)
     theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
     async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
-        answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **how})
-    for found, expected in zip(answer.json(), theirs(INPUTS, LABELS, **how), strict=True):
+        answer = await client.post("/classify", json={"inputs": INPUTS, **how})
+    pairs = len(INPUTS) * len(how["labels"])
+    for found, expected in zip(
+        answer.json(), theirs(INPUTS, candidate_labels=how.pop("labels"), **how), strict=True
+    ):
         assert [one["label"] for one in found] == expected["labels"]
         np.testing.assert_allclose([one["score"] for one in found], expected["scores"], atol=FLOAT32)
-    assert answer.headers["X-AttnCache-Hits"] == "0/6"
+    assert answer.headers["X-AttnCache-Hits"] == f"0/{pairs}"
 
 
 async def test_labels_that_are_classes_restrict_the_classes(engine):
