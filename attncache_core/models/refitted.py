@@ -126,9 +126,13 @@ def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> li
     for layer, of_layer in zip(layers, products, strict=True):
         held = last_products(layer)
         assert held is not None
-        if any(new.weight.shape != old.weight.shape for new, old in zip(of_layer, held, strict=True)):
+        if _shapes(of_layer) != _shapes(held):
             raise ValueError("the refitted weights have other shapes than the model's")
     return [with_last_products(layer, of_layer) for layer, of_layer in zip(layers, products, strict=True)]
+
+
+def _shapes(products: LastProducts) -> list[torch.Size]:
+    return [part.shape for weights in products for part in weights if part is not None]
 
 
 def _plain_weights(linear: Linear) -> LinearWeights | None:

@@ -137,6 +137,8 @@ class AttentionKernel:
         [heads, L, L] of V's dtype, in the form that `apply_maps` reads, with zeros outside the band.
         """
         assert query.shape[1:] == key.shape[1:]
+        assert query.dtype == key.dtype == value.dtype
+        assert query.stride(2) == key.stride(2) == 1
         job = _job(value, offsets, context, before, after)
         job.query, (job.query_token, job.query_head, _) = query.data_ptr(), query.stride()
         job.key, (job.key_token, job.key_head, _) = key.data_ptr(), key.stride()
@@ -182,6 +184,12 @@ class AttentionKernel:
         of `cosine` and `sine`. The elements of a head of `x` are contiguous. Results are computed in float32
         and rounded once.
         """
+        assert x.stride(2) == 1
+        assert cosine.dtype == sine.dtype == torch.float32
+        assert cosine.is_contiguous()
+        assert sine.is_contiguous()
+        assert positions.dtype == torch.int64
+        assert positions.is_contiguous()
         job = _Rotation()
         job.x, (job.x_token, job.x_head, _) = x.data_ptr(), x.stride()
         job.cosine, job.sine, job.positions = cosine.data_ptr(), sine.data_ptr(), positions.data_ptr()
@@ -195,6 +203,8 @@ def _job(
 ) -> _Attention:
     """Make a job with the fields that `attend` and `apply_maps` share."""
     assert value.shape[1:] == context.shape[1:]
+    assert value.dtype == context.dtype
+    assert value.stride(2) == context.stride(2) == 1
     job = _Attention()
     job.value, (job.value_token, job.value_head, _) = value.data_ptr(), value.stride()
     job.context, (job.context_token, job.context_head, _) = context.data_ptr(), context.stride()

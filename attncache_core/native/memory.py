@@ -20,7 +20,8 @@ _LARGE_PAGE_BYTES = 2 * 2**20
 
 
 def address(array: np.ndarray) -> int:
-    """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
+    """Return the address of an array's numbers, one after another. (`array.ctypes.data` is slower.)"""
+    assert array.flags.c_contiguous
     found: int = array.__array_interface__["data"][0]
     return found
 

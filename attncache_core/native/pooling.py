@@ -60,6 +60,7 @@ class NativeNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normed rows of x [rows, width], float32."""
+        assert self._kept[0] is None or self._kept[0].shape == x.shape[1:]
         x = x.float().contiguous()
         normed = torch.empty_like(x)
         self._library.run_norm(ctypes.addressof(self._fields), x.data_ptr(), normed.data_ptr(), *x.shape)
@@ -119,7 +120,7 @@ def unit_length(rows: np.ndarray) -> np.ndarray | None:
     kernel = native.kernel()
     if kernel is None:
         return None
-    rows = np.ascontiguousarray(rows)
+    rows = np.ascontiguousarray(rows, np.float32)
     scaled = np.empty_like(rows)
     _scaling(kernel.library)(address(rows), address(scaled), *rows.shape)
     return scaled

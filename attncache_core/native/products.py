@@ -112,6 +112,7 @@ class PackedMatrix:
         self.outputs, self.inputs = weight.shape
         self._steps_together = 1 if kind is MatrixKind.WHOLE else form.steps_together
         self._step = {MatrixKind.WHOLE: 1, MatrixKind.PAIRS: 2, MatrixKind.LEVELS: form.levels_of_step}[kind]
+        assert bias is None or bias.shape == (self.outputs,)
         self._bias = None if bias is None else self._padded(bias.detach().float())
         self._smoothing = None if smoothing is None else smoothing.float().contiguous()
         self._scales = self._sums = None
@@ -157,6 +158,7 @@ class PackedMatrix:
 
         x: [rows, inputs], float32 or bfloat16, on the CPU. residual: [rows, outputs].
         """
+        assert x.shape[1] == self.inputs
         out = torch.empty((len(x), self.outputs), dtype=x.dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
         job = _Product()
@@ -165,6 +167,7 @@ class PackedMatrix:
         job.type = job.out_type = _TYPES[x.dtype]
         job.activation, job.threads = ACTIVATION_NUMBERS[activation], torch.get_num_threads()
         if residual is not None:
+            assert residual.shape == out.shape
             residual = residual.float()
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
             job.residual, job.residual_row = residual.data_ptr(), residual.stride(0)

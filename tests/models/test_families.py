@@ -341,7 +341,7 @@ def test_hits_compute_no_q_k_rotation_norm_or_softmax_of_reused_heads_but_run_al
     assert max((heads for _, heads, _ in transformed_heads(calls)), default=0) <= HEADS - min(reused)
 
 
-@pytest.mark.parametrize("reused", MASKS)
+@pytest.mark.parametrize("reused", [*MASKS, (HEADS,) * LAYERS])
 def test_in_a_mixed_batch_only_misses_have_q_and_k_of_the_reused_heads(family, calls, tmp_path, reused):
     sequences = random_sequences([7, 12, 7])
     served = donated(family.model(orders=ORDERS), reused, sequences, [*sequences[:2], None], tmp_path)
