@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
+from attncache_core.checkpoints.model_files import digest_of, read_json, require_no_pointers
 from attncache_core.checkpoints.sources import WEIGHTS
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
@@ -319,8 +320,8 @@ class Checkpoint:
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
         files = [*weights, *self.tokenizer_files, *self._not_named]
         with readable(f"the files of model {self.name}"):
-            _require_no_pointers([*self.weight_files(), *self.tokenizer_files])
-            digests = {path: _digest_of(path) for path in files if path.is_file()}
+            require_no_pointers([*self.weight_files(), *self.tokenizer_files])
+            digests = {path: digest_of(path) for path in files if path.is_file()}
         described = json.dumps(read_json(self.folder / "config.json"))
         if self.digests not in (None, digests) or described != json.dumps(self.config):
             raise UnsupportedModel(
@@ -387,9 +388,6 @@ class Checkpoint:
         return [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
 
 
-# What files are that were cloned without Git LFS.
-_LFS_POINTER = b"version https://git-lfs"
-
 # Entries of config.json that may change when a model is saved again and do not change its maps.
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
@@ -431,46 +429,3 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
 def _default_texts() -> tuple[str, ...]:
     """Return equally spaced texts of the shipped corpus, so texts of all topics."""
     return tuple(spread([sentence.text for sentence in default_corpus()], MAX_QUANTIZATION_TEXTS))
-
-
-def _require_no_pointers(files: Sequence[Path]) -> None:
-    """Raise UnsupportedModel if the folder was cloned without Git LFS, which keeps large files elsewhere."""
-    for path in filter(Path.is_file, files):
-        with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise UnsupportedModel(
-                    f"{path} is only a pointer of Git LFS to the file; install git-lfs, and run git lfs pull "
-                    "in the model's folder",
-                    field="model",
-                )
-
-
-def _digest_of(path: Path) -> bytes:
-    """Return the SHA-256 of a file, which is read once per process, and again if it changes."""
-    state = path.stat()
-    return _file_digest(path, (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-
-
-@cache
-def _file_digest(path: Path, state: tuple[int, ...]) -> bytes:  # noqa: ARG001
-    """Return the SHA-256 of a file. state: what changes with the file, and invalidates the cache.
-
-    A copy can keep the modification time, but not the time of the last change of the inode.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def read_json(path: Path, default: Any = None) -> Any:
-    """Return the parsed JSON of a file, or `default` if the file does not exist and a default is given.
-
-    Raises UnsupportedModel if the file is missing without a default, or cannot be read as JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if default is not None:
-            return default
-        raise UnsupportedModel(f"model folder {path.parent} has no {path.name}", field="model") from error
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as JSON", field="model") from error

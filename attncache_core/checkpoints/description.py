@@ -20,8 +20,8 @@ from attncache_core.checkpoints.checkpoint import (
     Pooling,
     PoolingMode,
     Task,
-    read_json,
 )
+from attncache_core.checkpoints.model_files import read_json
 from attncache_core.checkpoints.sources import WEIGHTS, find_source
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import UnsupportedModel, readable

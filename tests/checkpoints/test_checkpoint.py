@@ -346,7 +346,7 @@ def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint_module, "_digest_of", refuse)
+    monkeypatch.setattr(checkpoint_module, "digest_of", refuse)
     with pytest.raises(UnsupportedModel, match=r"the files of model .* cannot be read .*Permission denied"):
         PrefillEngine.load(reread(read_checkpoint(copied)))
 
