@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 import weakref
+from types import SimpleNamespace
 
 from fake_engine import FakeEngine, begun, ready, starting
 from queueing import until_waiting
@@ -71,6 +72,19 @@ async def test_requests_queued_for_the_first_engine_are_answered_by_the_next():
     assert [answer.status_code for answer in answers] == [200, 200]
     assert [answer.headers["X-AttnCache-Hits"] for answer in answers] == ["0/1", "1/1"]
     assert (successor.before.batches, successor.engine.batches) == ([["runs"]], [["waits"]])
+
+
+async def test_headers_are_those_of_the_engine_that_a_request_began_with():
+    successor = Successor(FakeEngine())
+    store = SimpleNamespace(looks_ahead=False)
+    successor.before.key_values = SimpleNamespace(store=store, approximation=None)
+    async with starting(successor, verify_rate=0) as client:
+        await ready(client)
+        runs = await begun(successor.before, embed(client, "runs"))
+        await replaced(client, successor)
+        successor.before.may_run.set()
+        answers = [await runs, await embed(client, "later")]
+    assert [answer.headers.get("X-AttnCache-Cached-Tokens") for answer in answers] == ["0/4", None]
 
 
 async def test_memory_of_the_first_engine_is_freed():
