@@ -25,7 +25,7 @@ def loading(what: str) -> Iterator[None]:
     embedded), about a rotary scaling factor that differs from its guess, and about a tokenizer's class name.
     """
     with _LOADING:
-        verbosity = logging.get_verbosity()
+        verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
@@ -33,6 +33,8 @@ def loading(what: str) -> Iterator[None]:
                 yield
         finally:
             logging.set_verbosity(verbosity)
+            if has_bars:
+                logging.enable_progress_bar()
 
 
 def declared(config: Any, name: str) -> Any:

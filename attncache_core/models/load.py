@@ -84,7 +84,10 @@ def load_model(
     if device == CPU:
         _unmap(model)
     if checkpoint.quantization is Quantization.INT8 and device == CPU:
-        smooth(model, calibration_sequences(checkpoint))
+        sequences = calibration_sequences(checkpoint)
+        # Modules of transformers compute in the default dtype, which another load would change meanwhile.
+        with loading(f"the weights of model {checkpoint.name}"):
+            smooth(model, sequences)
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)

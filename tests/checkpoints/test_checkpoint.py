@@ -12,8 +12,10 @@ from core_models import VOCABULARY, flip, write_json, write_model, write_sentenc
 from core_reference import FLOAT32
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
+from transformers.utils import logging
 
 from attncache_core.checkpoints import checkpoint as checkpoint_module
+from attncache_core.checkpoints import hugging_face
 from attncache_core.checkpoints.checkpoint import Checkpoint, Pooling, Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
@@ -461,3 +463,11 @@ def test_fingerprint_changes_with_each_file_of_tokenizer_settings(copied, name):
         (copied / name).write_text(content, encoding="utf-8")
         prints.add(read_checkpoint(copied).fingerprint())
     assert len(prints) == 3
+
+
+def test_loading_leaves_the_settings_of_transformers_as_they_are():
+    logging.enable_progress_bar()
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with hugging_face.loading("nothing"):
+        assert not logging.is_progress_bar_enabled()
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

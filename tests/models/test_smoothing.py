@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel
 
+from attncache_core.checkpoints import hugging_face
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import default_corpus
@@ -284,3 +285,13 @@ def test_texts_with_tokens_that_the_model_does_not_have_do_not_calibrate(tiny_ch
     largest = sorted(map(max, every))[len(every) // 2]
     smaller = replace(tiny_checkpoint, config={**tiny_checkpoint.config, "vocab_size": largest})
     assert calibration_sequences(smaller) == [ids for ids in every if max(ids) < largest]
+
+
+@needs_int8
+def test_no_other_model_is_loaded_while_int8_is_calibrated(tmp_path, monkeypatch):
+    """transformers changes the default dtype of the whole process while it loads a model."""
+    locked = []
+    monkeypatch.setattr(load, "smooth", lambda *_: locked.append(hugging_face._LOADING.locked()))
+    checkpoint = replace(read_checkpoint(write_model(tmp_path)), quantization=Quantization.INT8)
+    load_model(checkpoint, torch.float32)
+    assert locked == [True]

@@ -38,13 +38,20 @@ FIRST, SECOND = (Window(index, Band.USUAL) for index in range(2))
 
 # Sums of eighths are exact, so the oracle's mean is exactly the same number.
 eighths = st.integers(0, 8).map(lambda count: count / 8)
-runs = st.tuples(st.sampled_from([FIRST, SECOND]), st.lists(eighths, max_size=70))
+
+
+def values_of(most):
+    """Lists of every length from 1 to `most`. Lists without a least length are nearly always short."""
+    return st.integers(1, most).flatmap(lambda count: st.lists(eighths, min_size=count, max_size=count))
+
+
+runs = st.tuples(st.sampled_from([FIRST, SECOND]), values_of(70))
 
 
 # Shortfalls of one window.
 
 
-@given(values=st.lists(eighths, min_size=1, max_size=200), least=eighths.filter(bool))
+@given(values=values_of(200), least=eighths.filter(bool))
 def test_mean_of_fifty_or_more_hits_must_reach_the_budget(values, least):
     failed = find_shortfall(values, Budget(Measure.COSINE, least)) is not None
     assert failed == (len(values) >= 50 and np.mean(values) < least)
@@ -90,7 +97,7 @@ def test_reason_names_what_failed():
 # Shortfalls over time.
 
 
-@given(runs=st.lists(runs, max_size=20), least=eighths.filter(bool))
+@given(runs=st.lists(runs, min_size=5, max_size=20), least=eighths.filter(bool))
 def test_shortfall_occurs_if_the_last_200_hits_since_the_previous_shortfall_are_too_low(runs, least):
     verified = VerifiedHits(Budget(Measure.COSINE, least))
     since = {FIRST: [], SECOND: []}  # the oracle: all hits of a window since its last shortfall
