@@ -352,9 +352,10 @@ def _read_pooling(folder: Path) -> Pooling:
         modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     unknown = sorted(set(modes) - set(get_args(PoolingMode)))
-    if unknown or not modes:
-        named = ", ".join(unknown) or "by no mode"
-        raise UnsupportedModel(f"pooling {named} of {folder} is not supported", field="model")
+    if unknown:
+        raise UnsupportedModel(f"pooling {', '.join(unknown)} of {folder} is not supported", field="model")
+    if not modes:
+        raise UnsupportedModel(f"{folder / 'config.json'} names no pooling_mode; name one", field="model")
     return Pooling(modes, bool(config.get("include_prompt", True)))
 
 

@@ -135,7 +135,7 @@ def _build(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
     yield from build_while_serving(settings)
     if not _default_folder(settings, engine.checkpoint).exists():
         raise BuildFailed(
-            "the files of the model were changed while it was built; put them back, or restart the server"
+            "the files of the model were changed during the build; put them back, or restart the server"
         )
 
 

@@ -135,7 +135,7 @@ def modules(**paths):
         ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
-        ("1_Pooling/config.json", {"pooling_mode": []}, "pooling by no mode of .* is not supported"),
+        ("1_Pooling/config.json", {"pooling_mode": []}, "config.json names no pooling_mode; name one"),
         (
             "modules.json",
             [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}],

@@ -208,7 +208,7 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
         "there is no new default database: no space",
         f"there is no new default database: a file: no process{remedy}",
         "there is no new default database: files were changed",
-        "there is no new default database: the files of the model were changed while it was built; put them "
+        "there is no new default database: the files of the model were changed during the build; put them "
         "back, or restart the server",
     ]
     assert slept == [60, 60, 120, 240, 480]
