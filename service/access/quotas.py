@@ -101,11 +101,12 @@ class QuotaUse:
 
         return await self._change(_Change(count, in_flight=1))
 
-    async def take(self, tokens: int) -> int:
+    async def take(self, tokens: int, *, admitted: bool = False) -> int:
         """Take about as many tokens as a request will have, until it ends. Returns how many were taken.
 
-        Raises QuotaExceeded if none are left, because requests in flight have taken them. The request that is
-        refused then counts as none of `requests_per_minute`.
+        admitted: whether the request has taken tokens before. Otherwise raises QuotaExceeded if none are
+        left, because requests in flight have taken them. The request that is refused then counts as none of
+        `requests_per_minute`.
         """
         if self._quotas.tokens_per_minute is None:
             return 0
@@ -113,9 +114,12 @@ class QuotaUse:
 
         def count(used: _Used) -> None:
             nonlocal taken
-            _require_one(used.tokens, "tokens_per_minute", self._clock())
             assert used.tokens is not None
-            taken = min(tokens, math.floor(used.tokens.level))
+            if admitted:
+                used.tokens.refill(self._clock())
+            else:
+                _require_one(used.tokens, "tokens_per_minute", self._clock())
+            taken = max(0, min(tokens, math.floor(used.tokens.level)))
             used.tokens.level -= taken
 
         def give_back(used: _Used) -> None:

@@ -144,15 +144,16 @@ class Call:
         return self.serving().engine
 
     async def count_in_quota(self, holder: KeyHolder, tokens: int | None = None) -> None:
-        """Count the request as one of its key, and again once its texts are known. Raises QuotaExceeded.
+        """Count the request as one of its key, and again once some of its texts are known.
 
-        tokens: a guess; None: the texts are not known yet.
+        tokens: a guess; None: no text is known yet. Raises QuotaExceeded, but not because of what the request
+        itself has taken.
         """
         try:
             if tokens is None:
                 self.taken_tokens = 0 if await holder.use.begin() else None
             elif self.taken_tokens is not None:
-                self.taken_tokens += await holder.use.take(tokens)
+                self.taken_tokens += await holder.use.take(tokens, admitted=self.taken_tokens > 0)
         except QuotaExceeded as error:
             self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
             raise

@@ -500,6 +500,18 @@ async def test_requests_that_compute_twice_take_tokens_for_both(tmp_path):
     assert 0 < found.count(200) < 3
 
 
+async def test_request_that_computes_twice_is_not_refused_because_of_itself(tmp_path):
+    """Its labels take all tokens that the key has left."""
+    text = f"one {ONE} tokens_per_minute=60\nops {OPS} admin\n"
+    async with serving(api_keys=keys_file(tmp_path, text)) as client:
+        body = {"inputs": "c" * 40, "labels": ["a" * 2000, "b" * 2000]}
+        response = await client.post("/classify", json=body, headers=bearer(ONE))
+        assert response.status_code == 200, response.text
+        found = samples((await client.get("/metrics", headers=bearer(OPS))).text)
+        assert found["attncache_key_tokens_total", "one"] > 60
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+
+
 async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(tmp_path):
     engine = FakeEngine()
     async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} in_flight=1\n")) as client:
