@@ -112,6 +112,7 @@ class LaterVerifier(ABC):
         self.stop()
         with self._verifying:
             self.close()
+        self._keep_pending(lambda _: False)
 
     def follow(self, steps: list[int]) -> None:
         """Make the policy as tight as another process has found it must be. Waits while hits are verified."""
@@ -139,10 +140,10 @@ class LaterVerifier(ABC):
             self._verifying.release()
 
     def _add(self, chosen: Sequence[Hit]) -> None:
-        """Let hits wait. Beyond a bound, the oldest pending hits are dropped."""
+        """Let hits wait. Beyond a bound, the oldest ones are dropped, and after `stop` all of them."""
         with self._pending_lock:
             self._pending += chosen
-            surplus = max(0, len(self._pending) - _MAX_PENDING)
+            surplus = max(0, len(self._pending) - (0 if self._stopped else _MAX_PENDING))
             for _ in range(surplus):
                 self._pending.popleft()
         self._metrics.unverified.inc(surplus)

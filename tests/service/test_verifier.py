@@ -114,6 +114,17 @@ def test_beyond_a_bound_the_oldest_are_dropped_and_counted():
     assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (256, 44)
 
 
+def test_hits_that_an_engine_leaves_are_dropped_and_counted():
+    """Also those of a batch that was running while another engine took over."""
+    engine, metrics = hitting_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["a", "b", "c"])
+    verifier.retire()
+    assert numbers(metrics)[(DROPPED,)] == 3
+    serve(engine, verifier, ["late", "later"])
+    assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (0, 5)
+
+
 def test_hits_inside_the_budget_tighten_nothing():
     engine, metrics = hitting_engine(damage=0.014), Metrics()
     verifier = verifier_of(engine, metrics)
