@@ -317,7 +317,10 @@ async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:
     call = Call({}, receive, state, {}, ("worker",), command["request_id"], is_relayed=True)
     call.namespace, call.content_read = command["namespace"].encode(), command["body"].encode()
     routes = {"warm": warm, "pin": pin, "drop": drop}
-    return bytes((await routes[command["route"]](call)).body)
+    try:
+        return bytes((await routes[command["route"]](call)).body)
+    finally:
+        state.bodies.give(call.body_bytes)
 
 
 async def _of_other_workers(

@@ -178,6 +178,10 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(fo
         assert [await stored(first), await stored(second)] == [0, 0]
         refused = await first.post("/cache/warm", json={"texts": []})
         assert (refused.status_code, refused.json()["error"]["field"]) == (400, "texts")
+        wide = await first.post("/cache/warm", json={"texts": "der Bank geht es schön " * 4})
+        assert wide.json()["tokens"] > 0
+        states = [client._transport.app.state.service for client in (first, second)]
+        assert [state.bodies.taken for state in states] == [0, 0]
         # The texts that were asked for are not kept, and nothing that grows.
         store = first._transport.app.state.service.group._store
         assert await store.get("asked") == b"{}"
