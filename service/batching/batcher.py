@@ -201,7 +201,7 @@ class Batcher:
     def _tokenize(self, request: PendingRequest) -> Slice | None:
         """Tokenise the next part of a request. Returns the sequences that it must compute itself.
 
-        Returns None if that fails; the request fails too.
+        Returns None if that fails, and the request with it, or if the request has ended meanwhile.
         """
         started = time.perf_counter()
         try:
@@ -209,7 +209,8 @@ class Batcher:
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
             self._metrics.tokenize_seconds.observe(seconds)
-            return self._runner.not_known(made)
+            # Nobody is charged for what is counted after the end.
+            return None if request.future.done() else self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
             if not isinstance(error, InvalidInput):

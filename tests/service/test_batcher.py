@@ -18,6 +18,7 @@ from queueing import (
     submit,
     texts_of_all_kinds,
 )
+from running import samples
 
 from attncache_core import InvalidInput, NotFinite, Outcome
 from attncache_core.checkpoints.template import Template
@@ -114,6 +115,31 @@ async def test_cancelled_request_is_never_computed_and_makes_room_for_the_next_a
         assert_result_of(["stays"], await stays)
         assert_result_of(["third", "and more"], await third)
     assert "gone" not in str(engine.batches)
+
+
+async def test_nothing_is_counted_of_a_request_that_ends_while_it_is_tokenised():
+    class Slow(FakeEngine):
+        """Its tokenizer waits."""
+
+        def tokenize(self, *arguments):
+            made = super().tokenize(*arguments)
+            tokenizing.release()
+            may_end.wait(10)
+            return made
+
+    tokenizing, may_end, metrics = threading.Semaphore(0), threading.Event(), Metrics()
+    async with batching(Slow(), metrics=metrics, result_bytes=10**6) as batcher:
+        may_end.set()
+        await submit(batcher, ["known", "also"])
+        tokenizing.acquire()
+        may_end.clear()
+        before = samples(metrics.render().decode())
+        gone = submit(batcher, ["known", "also", "more"])
+        await asyncio.to_thread(tokenizing.acquire)
+        gone.cancel()
+        may_end.set()
+    after = samples(metrics.render().decode())
+    assert not {series for series in after if "repeated" in str(series) and after[series] != before[series]}
 
 
 async def test_full_queue_refuses_at_once_and_serves_what_it_has():
