@@ -52,7 +52,7 @@ def upper_bounds(losses: np.ndarray, measure: Measure) -> np.ndarray:
 
     losses: 1 - fidelity, [hits]. Returns float64 [hits]. Agreement uses the exact bound of a share (Clopper
     and Pearson 1934). Cosine uses Student's t, corrected for the skewness of losses, of which a few are large
-    (the second transformation of Hall 1992, "On the removal of skewness by transformation"). The bound is
+    (the first transformation of Hall 1992, "On the removal of skewness by transformation"). The bound is
     infinite for fewer than 20 hits.
     """
     count = np.arange(1, len(losses) + 1)

@@ -45,7 +45,7 @@ def shortened(tokenizer: Tokenizer, text: str, tokens: int, index: int) -> str:
     `max_characters`.
     """
     size, most = _USUAL_CHARACTERS_PER_TOKEN * tokens, max_characters(tokens)
-    while size + _LAST_CHARACTERS < len(text):
+    while min(size + _LAST_CHARACTERS, most) < len(text):
         part = text[: size + _LAST_CHARACTERS]
         offsets = encoded(tokenizer, part, f"inputs[{index}]").offsets
         if len(offsets) > tokens and offsets[tokens][1] <= size:

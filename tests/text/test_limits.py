@@ -79,7 +79,7 @@ def test_long_text_of_few_tokens_is_refused_by_its_field(tokenizer: Tokenizer) -
     with pytest.raises(InputTooLong) as refused:
         shortened(_FewTokens(tokenizer), "a" * 10**6, TOKENS, 3)  # type: ignore[arg-type]
     assert refused.value.field == "inputs[3]"
-    longest = "a" * (max_characters(TOKENS) + 256)
+    longest = "a" * max_characters(TOKENS)
     assert shortened(_FewTokens(tokenizer), longest, TOKENS, 3) == longest  # type: ignore[arg-type]
     with pytest.raises(InputTooLong):
         shortened(_FewTokens(tokenizer), longest + "a", TOKENS, 3)  # type: ignore[arg-type]
