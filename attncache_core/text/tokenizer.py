@@ -326,10 +326,10 @@ class TextTokenizer:
         """Return the tokens of each text with the characters that they stand for, without a template.
 
         special: whether to add the special tokens that open and close a sequence. Raises InputTooLong as
-        `turns` does.
+        `turns` does, which names the text.
         """
-        for text in texts:
-            require_few_characters_of_text(text, self.max_tokens, "inputs")
+        for index, text in enumerate(texts):
+            require_few_characters_of_text(text, self.max_tokens, f"inputs[{index}]")
         return [
             pieces_of(text, encoded(self._tokenizer, text, f"inputs[{index}]", special=special))
             for index, text in enumerate(texts)

@@ -222,7 +222,9 @@ def _line(words: list[str], where: str, digest: _Digest) -> _Line:
         if word == ADMIN:
             continue
         if quota not in _QUOTAS or quota in quotas or not _COUNT.fullmatch(count):
-            raise _refused(f"{where}: after the key, {_ACCEPTED}, each at most once")
+            raise _refused(
+                f"{where}: after the key, {_ACCEPTED}, each at most once; NUMBER is a whole number from 1 on"
+            )
         quotas[quota] = int(count)
     return _Line(where, name, digest(secret.encode()), ADMIN in may, Quotas(**quotas))
 

@@ -63,7 +63,10 @@ async def explain_text(call: CurrentCall) -> Response:
     engine = call.engine
     body = await call.read(ExplainRequest)
     salt = call.salt(body.cache_salt)
-    if call.query_params.get("debug") == "blend":
+    debug = call.query_params.get("debug")
+    if debug not in (None, "blend"):
+        raise InvalidInput("debug must be blend, or be left out", field="debug")
+    if debug:
         if body.segments is None or body.query is None or body.input is not None:
             raise InvalidInput("give segments and query with debug=blend, and no input", field="segments")
         separator = call.state.settings.segment_separator

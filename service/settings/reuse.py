@@ -120,7 +120,8 @@ class KeyValues(Group):
     warm: Path | None = Field(
         None,
         description="File of texts whose keys and values are computed before the server is ready: .txt, one "
-        'text per line, or .jsonl, one {"text" or "template", "salt", "pin"} per line. Default: none.',
+        'text per line, or .jsonl, one {"text", "template" or "segment", "salt", "key", "pin"} per line. '
+        "Default: none.",
     )
 
     @field_validator("kv_dir", mode="before")

@@ -321,6 +321,8 @@ async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed
     engine = blending(folder, ratio)
     async with serving(engine, admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
+        unknown = await client.post("/explain?debug=blends", json={"input": "a"})
+        assert (unknown.status_code, unknown.json()["error"]["field"]) == (400, "debug")
         wrong = await client.post("/explain?debug=blend", json={"input": "a"})
         one = await client.post("/explain?debug=blend", json={**BODY, "segments": ["a"]})
         engine.blending.gate = gate_of(engine, ratio, listwise=True)

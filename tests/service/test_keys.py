@@ -108,7 +108,7 @@ def test_keys_are_found_by_salted_digests_and_not_kept(file):
         (f"one {ONE}\none {TWO} admin\n", "line 2: all lines of one name must have the same words"),
         (f"one {ONE} Secret-Word\n", "line 1: after the key, accepted are admin, requests_per_minute=NUMBER"),
         (f"one {ONE} in_flight=0\n", "line 1: after the key, accepted are"),
-        (f"one {ONE} in_flight=2 in_flight=3\n", "each at most once"),
+        (f"one {ONE} in_flight=2 in_flight=3\n", "each at most once; NUMBER is a whole number from 1 on"),
         ("# nobody\n", "has no key"),
     ],
 )

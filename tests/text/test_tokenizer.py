@@ -258,6 +258,13 @@ def test_text_that_the_tokenizer_has_no_token_for_is_refused_with_its_index(tmp_
         assert caught.value.field == field
 
 
+def test_text_that_is_too_long_to_be_tokenised_as_a_whole_is_refused_with_its_index(tmp_path):
+    tokenizer = TextTokenizer(with_tokenizer(tmp_path, closed(models.WordLevel(FEW_WORDS))))
+    with pytest.raises(InputTooLong, match=r"the text in inputs\[1\] has 70000 characters") as refused:
+        tokenizer.pieces(["A", "A" * 70_000])
+    assert refused.value.field == "inputs[1]"
+
+
 def test_equal_texts_have_equal_tokens_whatever_dropout_the_file_names(tmp_path):
     merges = [("A", "C"), ("AC", "AC"), ("ACAC", "AC")]
     model = models.BPE(FEW_WORDS | {"AC": 4, "ACAC": 5, "ACACAC": 6}, merges, dropout=0.5)

@@ -117,7 +117,8 @@ def current_generation(root: Path) -> Generation:
         raise CorruptDatabase(f"{path} cannot be read: {error.strerror}", field="database") from error
     if not re.fullmatch(rb"\d{1,9}\n", content):
         raise CorruptDatabase(
-            f"{path} is damaged; write the number of a folder in {generations_folder(root)} into it",
+            f"{path} is damaged; write the number of a folder in {generations_folder(root)} into it, or 0 "
+            f"for the database that {root} was built as",
             field="database",
         )
     return Generation(root, int(content))
