@@ -8,7 +8,7 @@ the type of a token, which tells the first text from the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, overload
 
@@ -48,6 +48,17 @@ class PairTokens(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | list[int]:
         return self.ids[index]
+
+
+class TruncatedTokens(list[int]):
+    """The token ids of a text that was too long, without the tokens that were cut off."""
+
+    is_cut = True
+
+
+def truncated_sequences(sequences: Iterable[Sequence[int]]) -> int:
+    """Return how many sequences do not have all tokens of their texts."""
+    return sum(getattr(ids, "is_cut", False) for ids in sequences)
 
 
 def token_types(sequence: Sequence[int]) -> list[int] | None:

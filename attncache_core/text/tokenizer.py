@@ -29,7 +29,7 @@ from attncache_core.text.limits import (
     too_long,
     too_many,
 )
-from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
+from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens, TruncatedTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, pieces_of
 
 # In tokens, of a model and a tokenizer without a limit.
@@ -210,7 +210,9 @@ class TextTokenizer:
                     surplus = len(ids) - room
                     if surplus > 0 and not truncate:
                         raise too_long(room, first + index)
-                    yield ids if surplus <= 0 else self._cut(template.parts(uncut[index]), room, "right")[0]
+                    if surplus > 0:
+                        ids = TruncatedTokens(self._cut(template.parts(uncut[index]), room, "right")[0])
+                    yield ids
             first += len(uncut)
 
     def _between_separators(
@@ -474,4 +476,9 @@ def continued(
         if max_total_tokens is not None and tokens > max_total_tokens:
             raise too_many(tokens, max_total_tokens, "labels" if continuation_tokens else "inputs")
         read.append(ids)
-    return [[*ids, *plan.continuation] if plan.continuation else ids for ids in read for plan in plans]
+    return [_followed(ids, plan.continuation) if plan.continuation else ids for ids in read for plan in plans]
+
+
+def _followed(ids: Sequence[int], continuation: Sequence[int]) -> list[int]:
+    made = TruncatedTokens if isinstance(ids, TruncatedTokens) else list
+    return made((*ids, *continuation))

@@ -21,6 +21,7 @@ from attncache_core import InvalidInput, PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
 from attncache_core.engine.result import joined
 from attncache_core.reuse.kv.memory import PrefixKey
+from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.batching.results import SequenceNames
@@ -185,6 +186,7 @@ class PendingRequest:
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
+    truncated: int = 0  # of them, those of texts that were too long
     guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
     waiting_sequences: int = 0  # that wait for a batch, tokenised or not
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
@@ -228,6 +230,7 @@ class PendingRequest:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
         plans = self.prompt.sequence_plans
+        self.truncated += truncated_sequences(part.sequences)
         engine.require_known(part.sequences, self.tokenized, len(plans))
         part = part._replace(sequences=engine.without_padding(part.sequences, self.tokenized))
         sequences = part.sequences
@@ -263,7 +266,8 @@ class PendingRequest:
         self.timing.computed_at = time.perf_counter()
         # A sequence that waited for another request in vain is computed behind later sequences.
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
-        return result if is_whole else joined(self._results, self._places)
+        whole = result if is_whole else joined(self._results, self._places)
+        return replace(whole, truncated=self.truncated) if self.truncated else whole
 
     def _count_given(self, engine: PrefillEngine, part: Tokenized, piece: Slice) -> None:
         """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template, Text, characters_of
 from attncache_core.text.limits import max_characters, too_long, too_many
+from attncache_core.text.pairs import TruncatedTokens
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.segments import Segmented
 from attncache_core.text.tokenizer import TextTokenizer, continued
@@ -178,7 +179,7 @@ def _cut_sequences(engine: PrefillEngine, text: str, prompt: Prompt, index: int)
     except InvalidInput as error:
         rename(error, f"inputs[{index}]" if error.field == "inputs[0]" else error.field)
         raise
-    return continued([ids], prompt.sequence_plans)
+    return continued([TruncatedTokens(ids)], prompt.sequence_plans)
 
 
 def _last_tokens(tokenizer: TextTokenizer, text: str, prompt: Prompt, field: str) -> list[int]:
@@ -267,7 +268,7 @@ class TokenSequences:
             stop = len(ids)
         surplus = len(ids) - maximum
         first = start if self.cut == "left" else stop - surplus
-        return [*ids[:first], *ids[first + surplus :]]
+        return TruncatedTokens((*ids[:first], *ids[first + surplus :]))
 
 
 def source_of(inputs: list[str] | list[list[int]], truncate: bool, cut: Side) -> Source:

@@ -25,6 +25,7 @@ from attncache_core import (
     PrefillResult,
 )
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.bulk.formats import Classes
@@ -92,6 +93,7 @@ class Computing:
     def __init__(self, engine: PrefillEngine, task: Task, batch_tokens: int) -> None:
         """batch_tokens: most tokens in one batch; a longer text is a batch of its own."""
         self._engine, self._task, self._batch_tokens = engine, task, batch_tokens
+        self.truncated_rows = 0  # until now, those of texts that were too long and were cut
         self._pool = ThreadPoolExecutor(engine.parallel_runs, thread_name_prefix="engine")
 
     def __enter__(self) -> Computing:
@@ -129,6 +131,10 @@ class Computing:
             made = self._engine.tokenize(texts, prompt=self._task.prompt)
         plans = len(self._task.prompt.sequence_plans)
         of_texts = [made[first : first + plans] for first in range(0, len(made), plans)]
+        truncated = {
+            text for text, of_text in zip(texts, of_texts, strict=True) if truncated_sequences(of_text)
+        }
+        self.truncated_rows += sum(text in truncated for text in chunk.texts) if truncated else 0
         batches = [
             _Batch(indices, self._pool.submit(self._run, [of_texts[index] for index in indices]))
             for indices in self._batches(of_texts)

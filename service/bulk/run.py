@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.computing import Computing, Task
@@ -35,6 +35,13 @@ def check_apart(files: Files) -> None:
             )
 
 
+class Written(NamedTuple):
+    """What a run has written."""
+
+    rows: int
+    truncated: int  # rows that this run has computed of texts that were too long and were cut
+
+
 class Stopped(KeyboardInterrupt):
     """The run was stopped by Ctrl+C. The message says how to continue."""
 
@@ -46,8 +53,8 @@ def run(
     batch_tokens: int,
     begun_with: Mapping[str, Any],
     report: Callable[[int, float | None], None],
-) -> int:
-    """Compute all texts of a file and write the output. Returns the number of rows.
+) -> Written:
+    """Compute all texts of a file and write the output.
 
     begun_with: options that must not change while the output is unfinished. report: called with the rows that
     are saved and the share of the file, if it is known, after each chunk.
@@ -104,4 +111,4 @@ def run(
     except OSError as error:
         reason = f"{error.strerror}; {files.output} is complete, so this file can be removed"
         raise OSError(error.errno, reason, error.filename) from error
-    return spool.done.rows
+    return Written(spool.done.rows, computing.truncated_rows)

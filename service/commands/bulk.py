@@ -262,8 +262,14 @@ def _run(
         return
     engine, task = load(threads)
     with shown_share(stage) as report:
-        rows = run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
-    click.echo(f"{files.output}: {done.format(rows, task.width)}")
+        written = run(engine, task, files, batch_tokens, {"command": stage, **options}, report)
+    click.echo(f"{files.output}: {done.format(written.rows, task.width)}")
+    if written.truncated:
+        click.echo(
+            f"attncache: {written.truncated:,} texts of this run were cut, because they have more than "
+            f"{engine.tokenizer.max_tokens:,} tokens",
+            err=True,
+        )
 
 
 def _run_shards(

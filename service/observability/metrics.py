@@ -142,6 +142,9 @@ class Metrics:
             "Sequences in no batch: their results were kept, or computed for another request (in_flight)",
             ("source",),
         )
+        self.truncated_sequences = self._counter(
+            "truncated_sequences", "Sequences whose texts were too long and were cut"
+        )
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Seconds to tokenise a request", _SECONDS)
         self._search_seconds = self._histogram("search_seconds", "Seconds to search for one batch", _SECONDS)
         self._forward_seconds = self._histogram(

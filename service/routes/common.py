@@ -32,6 +32,7 @@ from service.routes.inference_route import (
     PROTOTYPE_HITS_HEADER,
     REPEATED_HEADER,
     SEGMENTS_HEADER,
+    TRUNCATED_HEADER,
 )
 from service.web.call import Answer, Call
 
@@ -147,6 +148,8 @@ def answer(content: Any, result: PrefillResult, call: Call, source: Source | Non
         kinds.append(key_values.approximation)
     if any(kinds):
         headers[APPROXIMATE_HEADER] = ", ".join(filter(None, kinds))
+    if result.truncated:
+        headers[TRUNCATED_HEADER] = f"{result.truncated}/{len(result)}"
     if call.state.settings.reuse_headers:
         sequences = len(result)
         headers[HITS_HEADER] = f"{result.hits}/{sequences}"

@@ -24,6 +24,7 @@ HITS_HEADER = "X-AttnCache-Hits"
 PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
 CACHED_TOKENS_HEADER = "X-AttnCache-Cached-Tokens"
 REPEATED_HEADER = "X-AttnCache-Repeated"
+TRUNCATED_HEADER = "X-AttnCache-Truncated"
 HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
 SESSION_HEADER = "X-AttnCache-Session"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
@@ -65,6 +66,11 @@ ANSWER_HEADERS = {
         "description": "Number of sequences whose results were kept, or were computed for another request at "
         "the same time, of all sequences of the request. Absent with --no-reuse-headers.",
         "schema": {"type": "string", "examples": ["2/4"]},
+    },
+    TRUNCATED_HEADER: {
+        "description": "Number of sequences whose texts were too long and were cut, of all sequences of the "
+        "request. Only if there are any.",
+        "schema": {"type": "string", "examples": ["1/4"]},
     },
     HISTORY_TOKENS_HEADER: {
         "description": "Number of tokens of the session's conversation that the answer is about, of all its "

@@ -74,7 +74,7 @@ _EXPOSED = [
     *("Retry-After", "X-Request-Id"),
     *("X-AttnCache-Hits", "X-AttnCache-Prototype-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated"),
     *("X-AttnCache-Session", "X-AttnCache-History-Tokens", "X-AttnCache-Approximate"),
-    *("X-AttnCache-Segments", "X-AttnCache-Error", "X-AttnCache-Model"),
+    *("X-AttnCache-Truncated", "X-AttnCache-Segments", "X-AttnCache-Error", "X-AttnCache-Model"),
 ]
 # Smaller responses fit into a few packets anyway.
 _MIN_GZIP_BYTES = 8 * 1024
@@ -197,6 +197,8 @@ class Front(FastAPI):
         state.answers.give(call.answer_bytes)
         route = route_of(call.scope["method"], call.scope["path"])
         state.metrics.observe_request(route, call.status, ended - call.started)
+        if truncated := sum(result.truncated for result in call.results):
+            state.metrics.truncated_sequences.inc(truncated)
         if state.finished is not None:
             state.finished.add(_finished(call, route, ended))
         if call.holder is not None:

@@ -158,6 +158,14 @@ def test_pipe_is_an_input_and_its_run_continues(tiny_checkpoint, tmp_path, sourc
     np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
 
 
+def test_texts_that_are_cut_are_counted_row_by_row(tiny_checkpoint, tmp_path):
+    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    source.write_text("my card\n" + "my card is lost where is it\n" * 2 + "card\n", encoding="utf-8")
+    shown = run(*embed_arguments(tiny_checkpoint, source, output, "--max-tokens", 6))
+    assert shown.exit_code == 0
+    assert "2 texts of this run were cut, because they have more than 6 tokens" in shown.stderr
+
+
 def test_pipe_without_a_format_or_of_parquet_is_refused(tiny_checkpoint, tmp_path):
     pytest.importorskip("pyarrow")
     pipe, output = tmp_path / "pipe", tmp_path / "out.npy"

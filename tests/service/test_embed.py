@@ -58,6 +58,28 @@ async def test_truncate_of_a_request_overrides_the_server(server, requested):
     assert response.status_code == (200 if truncates else 422)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_header_and_metric_count_what_was_cut_also_of_results_that_are_kept(tiny_checkpoint, side):
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=8)
+    fits, long = "my card is lost where is", "my card is lost where is it now "
+    ids = [list(engine.tokenize([text])[0]) for text in (fits, long)]
+    cases = [
+        ([fits, "card"], None),
+        ([fits, long, "card", long * 60], "2/4"),
+        (long * 70, "1/1"),
+        ([ids[0], ids[1] + ids[1]], "1/2"),
+    ]
+    async with serving(engine, result_memory_bytes=2**20) as client:
+        for _ in range(3):
+            for inputs, expected_header in cases:
+                body = {"inputs": inputs, "truncation_direction": side}
+                response = await client.post("/embed", json=body)
+                assert response.headers.get("X-AttnCache-Truncated") == expected_header
+        assert response.headers["X-AttnCache-Repeated"] == "2/2"
+        metrics = (await client.get("/metrics")).text
+    assert "attncache_truncated_sequences_total 12.0" in metrics
+
+
 async def test_headers_count_hits_and_reuse_off_searches_nothing():
     body = {"inputs": ["a", "new", "b", "c"]}
     async with serving(FakeEngine(stored={"a"}, prototypes={"b", "c"})) as client:

@@ -39,6 +39,7 @@ def test_inference_routes_document_body_header_answer_and_errors(description, pa
         "X-AttnCache-Prototype-Hits",
         "X-AttnCache-Cached-Tokens",
         "X-AttnCache-Repeated",
+        "X-AttnCache-Truncated",
         "X-AttnCache-History-Tokens",
         "X-AttnCache-Session",
         "X-AttnCache-Approximate",

@@ -26,6 +26,7 @@ from attncache_core.errors import InputTooLong, InvalidInput, NoClassifier, Unsu
 from attncache_core.heads import language
 from attncache_core.heads.comparator import Measure
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -261,6 +262,7 @@ def test_text_is_cut_so_that_template_and_label_stay_whole(tiny_llama):
     text = "my card " * 30
     sequences = engine.tokenize([text], prompt=label_tokens.prompt)
     assert max(map(len, sequences)) == 40
+    assert truncated_sequences(sequences) == len(sequences)
     ends = [plan.continuation for plan in label_tokens.prompt.sequence_plans]
     plain = AutoTokenizer.from_pretrained(tiny_llama)
     closing = plain(TEMPLATE.suffix, add_special_tokens=False)["input_ids"]

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import InputTooLong, InvalidInput
-from attncache_core.text.pairs import NoRoom, PairTokens, kept_tokens
+from attncache_core.text.pairs import NoRoom, PairTokens, kept_tokens, truncated_sequences
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.token_batch import pack
 from attncache_core.text.tokenizer import TextTokenizer
@@ -82,6 +82,7 @@ def test_pair_whose_texts_are_cut_before_they_are_tokenised_is_cut_as_by_transfo
     expected = theirs([(first, second)], truncation="longest_first", max_length=longest)
     (found,) = ours[longest].tokenize([(first, second)], truncate=True)
     assert [list(found)] == expected["input_ids"]
+    assert truncated_sequences([found]) == (len(theirs([(first, second)])["input_ids"][0]) > longest)
 
 
 @pytest.mark.parametrize("side", ["longest_first", "only_first"])

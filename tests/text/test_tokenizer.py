@@ -16,6 +16,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
+from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -71,6 +72,7 @@ def test_engine_cuts_to_the_operators_limit(tiny_checkpoint):
     (ids,) = engine.tokenize(["my card is lost where is it"])
     assert engine.tokenizer.max_tokens == engine.info().max_tokens == len(ids) == 6
     assert ids[-1] == SEP
+    assert truncated_sequences([ids, *engine.tokenize(["my card is lost", "card"])]) == 1
 
 
 @pytest.mark.parametrize(("words", "refused"), [(4, False), (5, True), (50, True)])
