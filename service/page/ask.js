@@ -9,6 +9,7 @@ const SHOWN_HEADERS = [
   ["X-AttnCache-Hits", "reused attention maps"],
   ["X-AttnCache-Prototype-Hits", "of a prototype"],
   ["X-AttnCache-Cached-Tokens", "tokens from the prefix store"],
+  ["X-AttnCache-Truncated", "too long, and cut"],
 ];
 
 export class Ask {
