@@ -176,6 +176,9 @@ _PASSED_OPTIONS = {
     "config_kwargs": _OF_CONFIG,
     "config_args": _OF_CONFIG,
 }
+# Settings of the Transformer module that change no result, or are read here.
+_KNOWN_SETTINGS = {*_PASSED_OPTIONS, "processing_kwargs", "max_seq_length", "do_lower_case"}
+_KNOWN_SETTINGS |= {"transformer_task", "modality_config", "module_output_name", "unpad_inputs", "backend"}
 # Settings of calls of the tokenizer that change no result.
 _OF_CALLS = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors"}
 _TRANSFORMER_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
@@ -197,13 +200,12 @@ def _settings(folder: Path) -> dict[str, Any]:
                 field="model",
             )
     processing = settings.get("processing_kwargs") or {}
-    of_calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}
+    of_calls = {**(processing.get("text") or {}), **(processing.get("common") or {})}
     longest = of_calls.pop("max_length", None)
     if of_calls.get("truncation") in (True, "longest_first", "only_first"):
         del of_calls["truncation"]
-    others = ("query_length", "document_length", "query_expansion", "tokenizer_name_or_path")
-    refused = of_calls.keys() - _OF_CALLS | {name for name in others if settings.get(name)}
-    if refused:
+    others = {key for key, value in settings.items() if value is not None} - _KNOWN_SETTINGS
+    if refused := of_calls.keys() - _OF_CALLS | others:
         raise UnsupportedModel(
             f"settings in {name} of model folder {folder} are not supported: {', '.join(sorted(refused))}; "
             "remove them, and write the length of the longest text into max_seq_length",
@@ -216,17 +218,20 @@ def _settings(folder: Path) -> dict[str, Any]:
             f"{', '.join(_TRANSFORMER_TASKS)}",
             field="model",
         )
-    tokenizing = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    if limit := longest or tokenizing.get("model_max_length"):
-        settings["max_seq_length"] = limit
-    limit = settings.get("max_seq_length")
+    # As in sentence-transformers, a former name replaces the present one, and the last limit is valid.
+    tokenizing = settings.get("tokenizer_args", settings.get("processor_kwargs")) or {}
+    limits = {"max_seq_length": settings.get("max_seq_length")}
+    limits |= {key: limit for key, limit in tokenizing.items() if key == "model_max_length"}
+    limits |= {} if longest is None else {"max_length": longest}
+    key, limit = limits.popitem()
     if isinstance(limit, float) and limit.is_integer():
-        limit = settings["max_seq_length"] = int(limit)
-    if limit is not None and not (type(limit) is int and limit >= 1):
+        limit = int(limit)
+    if not (type(limit) is int and limit >= 1) and (limit, key) != (None, "max_seq_length"):
         raise UnsupportedModel(
-            f"max_seq_length in {name} of model folder {folder} must be a whole number, at least 1",
+            f"{key} in {name} of model folder {folder} must be a whole number, at least 1",
             field="model",
         )
+    settings["max_seq_length"] = limit
     return settings
 
 

@@ -169,6 +169,13 @@ def modules(**paths):
             {"processing_kwargs": {"text": {"truncation": True, "add_special_tokens": False}}},
             "not supported: add_special_tokens; remove",
         ),
+        (
+            SETTINGS,
+            {"processing_kwargs": {"text": {"truncation": True}, "common": {"truncation": False}}},
+            "not supported: truncation; remove",
+        ),
+        (SETTINGS, {"processor_kwargs": {"model_max_length": None}}, "model_max_length .* a whole number"),
+        (SETTINGS, {"newer": False, "max_seq_length": 8}, "not supported: newer; remove"),
         (SETTINGS, {"query_length": 8}, "not supported: query_length"),
         (SETTINGS, {"tokenizer_name_or_path": "other"}, "not supported: tokenizer_name_or_path"),
         (SETTINGS, {"max_seq_length": "64"}, "max_seq_length .* a whole number"),

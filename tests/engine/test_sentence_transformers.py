@@ -61,6 +61,8 @@ def test_several_modes_and_old_flags(tmp_path, pooling):
         {"settings": {"max_seq_length": 12}},
         {"settings": {"max_seq_length": 12}, "prompts": ASKING},
         {"settings": {"do_lower_case": True}},
+        {"settings": {"processing_kwargs": {"text": {"max_length": 9}, "common": {"max_length": 20}}}},
+        {"settings": {"processor_kwargs": {"model_max_length": 9}, "tokenizer_args": {}}},
         {"prompts": {"prompts": {"ask": "query : my"}, "default_prompt_name": None}},
         {"prompts": {"prompts": {"query": "query : ", "doc": "the "}, "default_prompt_name": "doc"}},
         {"hidden_size": 48, "num_attention_heads": 3, "hidden_act": "gelu_new"},
