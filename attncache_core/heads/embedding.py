@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +79,22 @@ def _read_layer(dense: Dense) -> DenseLayer:
     """Read the weights of a Dense module, in float64."""
     with readable(f"the weights of Dense module {dense.weights.parent}"):
         tensors = load_file(dense.weights)
-        weight = tensors["linear.weight"].double()
-        bias = tensors["linear.bias"].double() if dense.bias else weight.new_zeros(dense.outputs)
-    if weight.shape != (dense.outputs, dense.inputs) or bias.shape != (dense.outputs,):
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    described = {"linear.weight": [dense.outputs, dense.inputs]}
+    described |= {"linear.bias": [dense.outputs]} if dense.bias else {}
+    if shapes != described:
         raise UnsupportedModel(
-            f"the weights of Dense module {dense.weights.parent} do not have the sizes in its config.json",
+            f"the weights of Dense module {dense.weights.parent} are {_listed(shapes)}, and must be "
+            f"{_listed(described)} by its config.json; correct in_features, out_features and bias there",
             field="model",
         )
+    weight = tensors["linear.weight"].double()
+    bias = tensors["linear.bias"].double() if dense.bias else weight.new_zeros(dense.outputs)
     return DenseLayer(weight, bias, _ACTIVATIONS.get(dense.activation))
+
+
+def _listed(shapes: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in sorted(shapes.items()))
 
 
 def merged(layers: Sequence[DenseLayer]) -> list[DenseLayer]:

@@ -194,8 +194,8 @@ def test_dense_modules_follow_pooling_that_continues(copied):
         ({"module_input_name": "token_embeddings"}, "not a plain one on pooled vectors"),
         ({"module_output_name": "other"}, "not a plain one on pooled vectors"),
         ({"in_features": 63}, "takes vectors of 63 numbers, and gets vectors of 64"),
-        ({"out_features": 41}, "do not have the sizes in its config.json"),
-        ({"bias": True}, "the weights of Dense module .* cannot be read"),
+        ({"out_features": 41}, r"are linear.weight \[40, 64\], and must be linear.weight \[41, 64\] by"),
+        ({"bias": True}, r"must be linear.bias \[40\], linear.weight \[40, 64\] by .* bias"),
         ({"in_features": "many"}, "cannot be read"),
     ],
     ids=str,
@@ -206,6 +206,15 @@ def test_dense_module_that_cannot_be_served_is_refused(copied, entries, message)
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
     with pytest.raises(UnsupportedModel, match=message):
         loaded(folder)
+
+
+def test_dense_module_with_more_weights_than_described_is_refused_as_in_sentence_transformers(copied):
+    folder = dense_modules(copied("bge-m3"), ((64, 40), BIASED))
+    write_json(folder / "2_Dense/config.json", {"in_features": 64, "out_features": 40, "bias": False})
+    with pytest.raises(UnsupportedModel, match=r"are linear.bias .*; correct .* bias"):
+        loaded(folder)
+    with pytest.raises(RuntimeError, match=r"linear\.bias"):
+        oracle(folder)
 
 
 def test_pickled_weights_of_a_dense_module_are_never_opened(copied):
