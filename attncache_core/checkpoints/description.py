@@ -316,6 +316,12 @@ _MODULES = ("Transformer", "LogitScore", "Pooling", "Dense", "Normalize")
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return (kind, subfolder) of each module of a sentence-transformers model; empty for a plain folder."""
     listed = read_json(folder / "modules.json", [])
+    if not listed and (folder / "modules.json").exists():
+        raise UnsupportedModel(
+            f"modules.json of model folder {folder} lists no module; list its modules, or remove the file "
+            "to serve the model without them",
+            field="model",
+        )
     modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
     kinds = [kind for kind, _ in modules]
     # A publisher's own code is not run, also if its class has the name of a known one.

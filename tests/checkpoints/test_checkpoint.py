@@ -141,6 +141,7 @@ def modules(**paths):
             [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}],
             "Dense",
         ),
+        ("modules.json", [], "lists no module; list its modules, or remove the file"),
         ("modules.json", modules(Transformer=""), "has no Pooling"),
         ("modules.json", modules(Pooling="1_Pooling"), "in the order Pooling; supported are Transformer"),
         (
