@@ -320,7 +320,7 @@ class Checkpoint:
         weights = {*self.folder.glob("*.safetensors"), *self.weight_files()}
         files = [*weights, *self.tokenizer_files, *self._not_named]
         with readable(f"the files of model {self.name}"):
-            require_no_pointers([*self.weight_files(), *self.tokenizer_files])
+            require_no_pointers([*self.weight_files(), *self.tokenizer_files, *self._not_named])
             digests = {path: digest_of(path) for path in files if path.is_file()}
         described = json.dumps(read_json(self.folder / "config.json"))
         if self.digests not in (None, digests) or described != json.dumps(self.config):

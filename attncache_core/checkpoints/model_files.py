@@ -46,7 +46,8 @@ def _file_digest(path: Path, state: tuple[int, ...]) -> bytes:  # noqa: ARG001
 def read_json(path: Path, default: Any = None) -> Any:
     """Return the parsed JSON of a file, or `default` if the file does not exist and a default is given.
 
-    Raises UnsupportedModel if the file is missing without a default, or cannot be read as JSON.
+    Raises UnsupportedModel if the file is missing without a default, cannot be read as JSON, or is a pointer
+    of Git LFS.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -55,4 +56,6 @@ def read_json(path: Path, default: Any = None) -> Any:
             return default
         raise UnsupportedModel(f"model folder {path.parent} has no {path.name}", field="model") from error
     except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            require_no_pointers([path])
         raise UnsupportedModel(f"{path} cannot be read as JSON", field="model") from error

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from core_models import VOCABULARY, flip, write_json, write_model, write_sentence_transformer, write_tokenizer
 from core_reference import FLOAT32
+from embedding_models import list_modules, write_dense
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 from transformers.utils import logging
@@ -201,8 +202,20 @@ def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, conte
     assert caught.value.field == "model"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "1_Pooling/config.json",
+        "3_Dense/model.safetensors",
+    ],
+)
 def test_folder_that_was_cloned_without_lfs_is_refused_with_the_remedy(copied, file):
+    write_dense(copied / "3_Dense", 32, 8)
+    list_modules(copied, ["1_Pooling", "3_Dense", "2_Normalize"])
     (copied / "model.fp16.safetensors").write_bytes(LFS_POINTER)  # which nothing reads
     PrefillEngine.load(read_checkpoint(copied))
     (copied / file).write_bytes(LFS_POINTER)
