@@ -80,12 +80,22 @@ class LayerRotary:
     def __init__(self, module: nn.Module, config: Any, width: int) -> None:
         """module: called with (x, positions) or (x, positions, layer type), for angles on the device of x.
 
-        width: of what is rotated of each head. Raises UnsupportedModel if the angles depend on the batch.
+        width: of what is rotated of each head. Raises UnsupportedModel if the angles depend on the batch, or
+        if transformers ignores a part of what config.json says about them.
         """
         self._types: list[str] = getattr(config, "layer_types", None) or []
         # Some models have one set of angles for layers with a window and another for the other layers.
         parameters = config.rope_parameters
-        self._by_type = "rope_theta" not in parameters
+        kinds = {isinstance(entry, dict) for entry in parameters.values()}
+        if len(kinds) > 1:
+            # transformers adds what it misses, such as full_attention in Gemma 3, and ignores the rest.
+            raise UnsupportedModel(
+                "rope_parameters in config.json has entries that transformers ignores for the family "
+                f"{config.model_type}; write rope_type and the rest into the objects full_attention and "
+                "sliding_attention for gemma3_text and modernbert, and into none for other families",
+                field="model",
+            )
+        self._by_type = kinds == {True}
         for angles in parameters.values() if self._by_type else [parameters]:
             if angles["rope_type"] not in _ROTARY_TYPES:
                 raise UnsupportedModel(
