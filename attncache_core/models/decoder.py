@@ -129,8 +129,8 @@ def feed_forward(module: nn.Module, config: Any) -> Network | ActivatedLinear:
 def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMask:
     """Return the attention mask of layer `number`: causal or bidirectional, with a sliding window or without.
 
-    Raises UnsupportedModel if the window is empty, and if config.json has use_bidirectional_attention for a
-    family in which transformers interprets the flag in two ways.
+    Raises UnsupportedModel if the window is empty, and if config.json has is_causal null, or
+    use_bidirectional_attention for a family in which transformers interprets the flag in two ways.
     """
     types = declared(config, "layer_types")
     window: int | None = declared(config, "sliding_window")
@@ -143,7 +143,14 @@ def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMas
     # In a window of w tokens, a token attends to itself and w - 1 others. The exception is is_causal = False
     # below: there transformers uses w others on each side.
     last = None if window is None else window - 1
-    if not getattr(config, "is_causal", True):
+    is_causal = getattr(config, "is_causal", True)
+    if is_causal is None:
+        raise UnsupportedModel(
+            "is_causal in config.json is null, and what null does in transformers depends on how attention "
+            "is computed; set is_causal to true or false, or remove it, which is true",
+            field="model",
+        )
+    if not is_causal:
         return AttentionMask(scale, before=window, after=window)
     if getattr(config, "use_bidirectional_attention", False):
         if config.model_type != "gemma3_text":

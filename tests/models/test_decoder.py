@@ -91,6 +91,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
         ),
         ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "4 dimensions, and rotate 8"),
         ("gemma3", {"rope_parameters": LINEAR}, "ignores for the family gemma3_text; write"),
+        ("llama", {"is_causal": None}, "is_causal in config.json is null"),
         ("modernbert-local-global", {"head_dim": 16}, "head_dim or partial_rotary_factor"),
         ("deepseek-v3", {"head_dim": 16}, "16 dimensions, and rotate 4 of a head"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "'noaux_tc'; served are: greedy, group_limited_greedy"),
