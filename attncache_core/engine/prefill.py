@@ -48,7 +48,7 @@ from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import resolve_device
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.limits import list_of
+from attncache_core.text.limits import list_of, require_some_tokens
 from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
@@ -352,9 +352,10 @@ class PrefillEngine:
         prompt: None for the checkpoint's template. labels: the labels to score, if the prompt is the prompt
         of labels. reuse: let the sequences reuse what they can: stored keys and values of the same salt, and
         attention maps if `may_reuse` allows it for the prompt. reads: as there. Raises InvalidInput as
-        `require_known` and `without_padding` do.
+        `require_some_tokens`, `require_known` and `without_padding` do.
         """
         prompt = prompt or self.tokenizer.default_prompt
+        require_some_tokens(sequences, plans=len(prompt.sequence_plans))
         self.require_known(sequences, plans=len(prompt.sequence_plans))
         maps = reuse and self.may_reuse(prompt, labels, reads)
         return [

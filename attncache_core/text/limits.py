@@ -88,6 +88,17 @@ def encoded(tokenizer: Tokenizer, text: str, field: str, *, special: bool = Fals
         ) from error
 
 
+def require_some_tokens(sequences: Sequence[Sequence[int]], first: int = 0, plans: int = 1) -> None:
+    """Raise InvalidInput if a sequence has no token.
+
+    first: the number of the first sequence, and plans: how many sequences a text has, for errors.
+    """
+    for number, ids in enumerate(sequences, first):
+        if not len(ids):
+            text = f"inputs[{number // plans}]"
+            raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
+
+
 def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
     """Raise InputTooLong, which names `field`, if a text must be tokenised as a whole and is too long."""
     if len(text) > max_characters(tokens):

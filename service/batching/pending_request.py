@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, repeat
 from typing import NamedTuple
 
-from attncache_core import InvalidInput, PrefillEngine, PrefillResult
+from attncache_core import PrefillEngine, PrefillResult
 from attncache_core.engine.request import PrefillPart
 from attncache_core.engine.result import joined
 from attncache_core.reuse.kv.memory import PrefixKey
+from attncache_core.text.limits import require_some_tokens
 from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
@@ -242,10 +243,7 @@ class PendingRequest:
         self.timing.tokens += made.offsets[-1]
         if self.answered is not None:
             self.parts.append(made)
-        if not all(sequences):
-            empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
-            text = f"inputs[{empty // len(plans)}]"
-            raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
+        require_some_tokens(sequences, self.tokenized, len(plans))
         piece = Slice(self, made, places, made.offsets, places)
         if self.shares_prefixes or part.salt is not None:
             self._count_given(engine, part, piece)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from core_decoders import write_llama
 from core_models import (
     attention_by,
     prefill,
@@ -57,6 +58,16 @@ def test_result_counts_tokens_and_durations_and_without_a_database_nothing_is_se
 def test_batch_without_tokens_is_refused(tiny_engine, sequences):
     with pytest.raises(ValueError, match="at least one"):
         prefill(tiny_engine, sequences)
+
+
+def test_text_without_a_token_is_refused_and_named(tmp_path):
+    folder = write_llama(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer.json", tokenizer | {"post_processor": None})  # which adds <s>
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    with pytest.raises(InvalidInput, match="no token that the model knows; change this text") as refused:
+        engine.embed(["my card", ""])
+    assert refused.value.field == "inputs[1]"
 
 
 @pytest.mark.parametrize("ids", [[5, 6.9], "56", [5, None]], ids=["fraction", "text", "none"])
