@@ -80,11 +80,20 @@ class Decisions:
         return SIMILARITY_TEMPERATURE if self.classifier and not self.classifier.fitted else 1.0
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
-        """Return logits [n, labels] from outputs [n, d]. Raises NoClassifier if there are no classes."""
+        """Return logits [n, labels] from outputs [n, d].
+
+        Raises NoClassifier if there are no classes, and InvalidInput if a label has several tokens.
+        """
         if self.classifier:
             return self.classifier.logits(outputs)
         if self.label_tokens and self.labels:
             return self.label_logits(self.label_tokens, outputs)
+        if self.label_tokens:
+            raise InvalidInput(
+                "labels of several tokens are not decided by outputs alone; call label_logits with "
+                "decisions.label_tokens, and with outputs and log_probabilities of the result",
+                field="labels",
+            )
         if self._checkpoint.task != "classify":
             raise NoClassifier(
                 "the model has no classes and no classifier was fitted: give labels", field="labels"

@@ -323,6 +323,13 @@ def test_texts_whose_sequences_have_too_many_tokens_are_refused(engine):
         assert refused.value.field == field
 
 
+def test_outputs_alone_do_not_decide_among_labels_of_several_tokens(tiny_llama):
+    engine = load(tiny_llama, SEVERAL)
+    with pytest.raises(InvalidInput, match=r"labels of several tokens .* call label_logits") as refused:
+        engine.decisions.class_logits(np.zeros((1, 32), np.float32))
+    assert type(refused.value) is InvalidInput  # and not NoClassifier: there are labels
+
+
 def test_own_labels_of_one_token_are_classes_to_agree_on(tiny_llama, oracle):
     engine = load(tiny_llama, SINGLE)
     texts = some_texts()
