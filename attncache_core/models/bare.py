@@ -122,6 +122,15 @@ def wrong_shape(
     )
 
 
+def wrong_type(checkpoint: Checkpoint, name: str, found: object) -> UnsupportedModel:
+    """Return the error for a weight whose numbers are no floating-point numbers."""
+    return UnsupportedModel(
+        f"{name} of model {checkpoint.name} has the type {found}, and only floating-point weights are "
+        "served; serve the model's weights from before they were quantised",
+        field="model",
+    )
+
+
 def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[BareEncoder, WeightReport]:
     """Return an encoder with the weights of a checkpoint in `dtype`, mapped from their files if possible.
 
@@ -139,11 +148,7 @@ def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[
         if found.shape != weight.shape:
             raise wrong_shape(checkpoint, name, found.shape, weight.shape)
         if not found.is_floating_point():
-            raise UnsupportedModel(
-                f"{name} of model {checkpoint.name} has the type {found.dtype}, and only floating-point "
-                "weights are served",
-                field="model",
-            )
+            raise wrong_type(checkpoint, name, found.dtype)
         weights[name] = found.to(dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     return model, WeightReport(missing, unexpected)

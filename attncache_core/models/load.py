@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -24,7 +25,7 @@ from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.bare import WeightReport, is_bare, read_bare, wrong_shape
+from attncache_core.models.bare import WeightReport, is_bare, read_bare, wrong_shape, wrong_type
 from attncache_core.models.experts import require_routing
 from attncache_core.models.families import ENCODERS, FAMILIES, is_causal
 from attncache_core.models.layer import Dropped
@@ -304,7 +305,23 @@ def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) ->
     )
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise wrong_shape(checkpoint, name, found, expected)
+    if checkpoint.config.get("quantization_config") is None:
+        _require_floating_point(checkpoint, report["unexpected_keys"])
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.
     missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
     return model, WeightReport(missing, report["unexpected_keys"])
+
+
+def _require_floating_point(checkpoint: Checkpoint, unused: Iterable[str]) -> None:
+    """Raise UnsupportedModel if a weight has integers, which transformers would take for its numbers.
+
+    unused: the names of weights that are not read.
+    """
+    for path in checkpoint.weight_files():
+        with safe_open(path, "pt") as file:
+            for name in set(file.keys()).difference(unused):
+                found = file.get_slice(name).get_dtype()
+                # Some checkpoints hold the numbers of positions, which are not read.
+                if not found.startswith(("F", "BF")) and "position_ids" not in name:
+                    raise wrong_type(checkpoint, name, found)

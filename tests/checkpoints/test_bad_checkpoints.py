@@ -129,6 +129,14 @@ def test_surplus_weights_beside_the_layers_do_not_matter(folder, tmp_path):
     load_model(read_checkpoint(weighted(llama, angles)), torch.float32)
 
 
+def test_integer_weights_are_refused_by_name_unless_they_are_not_read(tmp_path):
+    folder, name = write_llama(tmp_path), "model.layers.0.mlp.up_proj.weight"
+    load_model(read_checkpoint(weighted(folder, {"model.position_ids": torch.arange(9)})), torch.float32)
+    weighted(folder, {name: torch.ones(64, 32, dtype=torch.int8)})
+    with pytest.raises(UnsupportedModel, match=rf"{name} .* has the type I8, .* before they were quantised"):
+        load_model(read_checkpoint(folder), torch.float32)
+
+
 def test_layers_for_predicting_further_tokens_are_left_out(tmp_path):
     sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     latent = {
