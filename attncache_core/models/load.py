@@ -285,6 +285,13 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
             "model that config.json describes",
             field="model",
         )
+    # Most encoders are published with a pooler and the numbers of positions, which embeddings do not need.
+    usual = ("pooler.", "position_ids")
+    beside = [key for key in unexpected if not _LAYER.search(key) and not any(part in key for part in usual)]
+    unused = sorted({key.removesuffix(".weight").removesuffix(".bias") for key in beside})
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        logger.info("model %s does not use the weights of %s%s", checkpoint.name, ", ".join(unused[:5]), more)
     return model
 
 

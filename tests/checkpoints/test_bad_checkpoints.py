@@ -1,6 +1,7 @@
 """A model folder with wrong content ends a command with exit code 2 and one line that says what is wrong."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -120,13 +121,18 @@ def test_surplus_weights_of_layers_are_refused(folder, name):
         load_model(read_checkpoint(weighted(folder, {name: torch.ones(2)})), torch.float32)
 
 
-def test_surplus_weights_beside_the_layers_do_not_matter(folder, tmp_path):
-    more = {"embeddings.position_ids": torch.arange(512)[None], "cls.predictions.bias": torch.ones(2)}
+def test_surplus_weights_beside_the_layers_do_not_matter_and_are_logged(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    more = {"embeddings.position_ids": torch.arange(512)[None], "linear.weight": torch.ones(2, 2)}
+    more |= {f"cls.{name}.bias": torch.ones(2) for name in "abcde"}
     model_shape(read_checkpoint(weighted(folder, more)))
     load_model(read_checkpoint(folder), torch.float32)
+    unused = "cls.a, cls.b, cls.c, cls.d, cls.e and 1 more"
+    assert caplog.messages == [f"model spoilt does not use the weights of {unused}"]
     llama = write_llama(tmp_path / "llama")
     angles = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     load_model(read_checkpoint(weighted(llama, angles)), torch.float32)
+    assert caplog.messages[1:] == ["model llama does not use the weights of lm_head"]
 
 
 def test_integer_weights_are_refused_by_name_unless_they_are_not_read(tmp_path):
