@@ -8,6 +8,7 @@
 // The tasks run on the threads of PyTorch's OpenMP pool. `set_parallel` receives the pool's entry point.
 
 #define _GNU_SOURCE  // for syscall
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #ifdef __AVX2__
@@ -59,9 +60,10 @@ static parallel_function parallel;
 void set_parallel(void *function) { parallel = (parallel_function)function; }
 
 // Memory that grows, and stays from call to call.
-typedef struct {
+typedef struct growing {
     char *data;
     size_t bytes;
+    struct growing *next;      // of the same thread, see `thread_memory`
 } growing;
 
 static char *grown(growing *memory, size_t bytes) {
@@ -75,16 +77,40 @@ static char *grown(growing *memory, size_t bytes) {
     return memory->data;
 }
 
+static pthread_key_t of_thread;  // the memories of each thread
+
+static void free_memories(void *first) {
+    for (growing *memory = first; memory; memory = memory->next) {
+        free(memory->data);
+        memory->data = 0, memory->bytes = 0;
+    }
+}
+
+static void make_key(void) {
+    if (pthread_key_create(&of_thread, free_memories)) abort();
+}
+
+// What `grown` returns, for a _Thread_local memory, which is freed when its thread ends.
+static char *thread_memory(growing *memory, size_t bytes) {
+    if (bytes && !memory->bytes) {
+        static pthread_once_t once = PTHREAD_ONCE_INIT;
+        pthread_once(&once, make_key);
+        memory->next = pthread_getspecific(of_thread);
+        if (pthread_setspecific(of_thread, memory)) abort();
+    }
+    return grown(memory, bytes);
+}
+
 // Memory of a thread for the layouts of one task.
 static char *scratch_of(size_t bytes) {
     static _Thread_local growing memory;
-    return grown(&memory, bytes);
+    return thread_memory(&memory, bytes);
 }
 
 // Memory of a thread for rotated keys of one block of given tokens.
 static char *given_space(size_t bytes) {
     static _Thread_local growing memory;
-    return grown(&memory, bytes);
+    return thread_memory(&memory, bytes);
 }
 
 // The first token that a token attends to, and the end of that range (exclusive).

@@ -335,7 +335,7 @@ int32_t run_stack(stack_job *job) {
     static _Thread_local growing memory;
     const size_t rows = (size_t)first_row(job, job->count), states = whole_lines(rows * (size_t)job->width * 4);
     const size_t numbers = whole_lines((rows + 1) * 8), trees = whole_lines((size_t)(2 * job->count + 2) * 8);
-    char *space = grown(&memory, states + 3 * numbers + trees);
+    char *space = thread_memory(&memory, states + 3 * numbers + trees);
     int64_t *const first = (int64_t *)(space + states), *const second = first + numbers / 8;
     int64_t *const third = second + numbers / 8;
     if (!job->hidden) job->hidden = (float *)space;

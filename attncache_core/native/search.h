@@ -151,7 +151,7 @@ int find_nearest(const search_job *job) {
         const search_group *group = job->groups + g;
         if (group->length >= job->lengths) return -1;
         const int64_t rows = group->count * group->length;
-        float *tokens = (float *)grown(&memory, (size_t)rows * (size_t)layer->outputs * 4);
+        float *tokens = (float *)thread_memory(&memory, (size_t)rows * (size_t)layer->outputs * 4);
         product_job product = {
             .weights = layer, .x = job->hidden + (size_t)group->first_token * row_bytes, .x_row = layer->inputs,
             .rows = rows, .type = job->type, .threads = 1,

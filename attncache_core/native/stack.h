@@ -114,7 +114,7 @@ typedef struct {
 // Memory of a thread for the units of a job.
 static char *stack_space(size_t bytes) {
     static _Thread_local growing memory;
-    return grown(&memory, bytes);
+    return thread_memory(&memory, bytes);
 }
 
 INLINE size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }

@@ -61,7 +61,7 @@ static void pool_trees(const pooling *by, const tree_pooling *trees, const float
     static _Thread_local growing memory, of_states;
     const size_t state_bytes = (size_t)(STATE_ROWS * width) * sizeof(float), row_bytes = (size_t)width * sizeof(float);
     const size_t run_bytes = (size_t)run_count * sizeof(pooled_run);
-    pooled_run *runs = (pooled_run *)grown(&memory, run_bytes + (size_t)trees->count * sizeof(int64_t));
+    pooled_run *runs = (pooled_run *)thread_memory(&memory, run_bytes + (size_t)trees->count * sizeof(int64_t));
     int64_t *others = (int64_t *)((char *)runs + run_bytes);  // [sequences] another sequence that ends with the same run
     int64_t depth = 0, kept = 0;
     for (int64_t r = 0; r < run_count; r++) {
@@ -69,7 +69,8 @@ static void pool_trees(const pooling *by, const tree_pooling *trees, const float
         if (runs[r].depth > depth) depth = runs[r].depth;
     }
     // A run comes behind the runs that it continues, so a state for each run of one path is enough.
-    float *normed = (float *)grown(&of_states, row_bytes + (size_t)(depth + 1) * state_bytes), *states = normed + width;
+    float *normed = (float *)thread_memory(&of_states, row_bytes + (size_t)(depth + 1) * state_bytes);
+    float *states = normed + width;
     for (int64_t n = 0; n < trees->count; n++) {
         int64_t run = trees->ends[n];
         if (run < 0) {

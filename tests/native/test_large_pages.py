@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import re
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,24 @@ from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.native import memory, products
 from attncache_core.native.memory import aligned, large_page_bytes, large_pages
 from attncache_core.reuse.kv.opening import KeyValueOptions
+
+
+def test_memory_of_a_thread_is_freed_when_the_thread_ends(tiny_engine: PrefillEngine) -> None:
+    """A thread that runs a batch needs some MiB, which a program with a thread for each batch would lose."""
+    requests = tiny_engine.requests([[2, *[5, 6] * 20, 3]] * 800, reuse=False)
+    tiny_engine.run(requests)
+
+    def run_in_threads(count: int) -> int:
+        """Return the bytes of the process afterwards."""
+        for _ in range(count):
+            thread = threading.Thread(target=tiny_engine.run, args=(requests,))
+            thread.start()
+            thread.join()
+        sizes = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+        return 1024 * int(re.search(r"Anonymous: +(\d+) kB", sizes)[1])  # type: ignore[index]
+
+    before = run_in_threads(10)
+    assert run_in_threads(20) < before + 32 * 2**20
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=12), dtype=st.sampled_from([torch.float32, torch.int8]))
