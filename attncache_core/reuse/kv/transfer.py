@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -133,12 +134,16 @@ class Transfers:
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._prefetches: deque[Callable[[], None]] = deque()
+        self._prefetching = threading.Lock()
+        self._is_prefetching = False  # whether `_prefetch_one` is in the queue, or runs
         self._threads = [
             threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
             for name, jobs in (("kv-save", self._saves), ("kv-load", self._loads))
         ]
         for thread in self._threads:
             thread.start()
+        # The threads know only their queues, so they end with transfers that nobody closes.
+        weakref.finalize(self, _end, self._saves, self._loads)
 
     @property
     def tiers(self) -> list[DiskTier | RemoteTier]:
@@ -277,14 +282,22 @@ class Transfers:
 
     def prefetch(self, works: Sequence[Callable[[], None]]) -> None:
         """Call functions in the loading thread, one whenever no batch waits for it. Replaces earlier ones."""
-        self._prefetches = deque(works)
-        self._loads.put(self._prefetch_one)
+        with self._prefetching:
+            self._prefetches = deque(works)
+            begins, self._is_prefetching = not self._is_prefetching, True
+        # One job for all functions: a batch that loads would wait behind each.
+        if begins:
+            self._loads.put(self._prefetch_one)
 
     def _prefetch_one(self) -> None:
-        # Another thread may replace the deque at any time.
-        works = self._prefetches
-        if works:
-            works.popleft()()
+        with self._prefetching:
+            if not self._prefetches:
+                self._is_prefetching = False
+                return
+            work = self._prefetches.popleft()
+        try:
+            work()
+        finally:
             self._loads.put(self._prefetch_one)
 
     def wait(self, loading: Loading) -> None:
@@ -330,8 +343,7 @@ class Transfers:
     def close(self) -> None:
         """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
         self._closing, self._prefetches = True, deque()
-        for jobs in (self._saves, self._loads):
-            jobs.put(None)
+        _end(self._saves, self._loads)
         for thread in self._threads:
             thread.join()
         if self.remote is not None:
@@ -406,6 +418,12 @@ def _opened(tier: DiskTier | RemoteTier, names: Sequence[BlockName]) -> list[Sav
     if isinstance(tier, RemoteTier):
         return list(tier.open(names).values())
     return [file for name in names if (file := tier.open(name))]
+
+
+def _end(*queues: queue.Queue[Callable[[], None] | None]) -> None:
+    """End the threads of these queues, behind what waits there."""
+    for jobs in queues:
+        jobs.put(None)
 
 
 def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:

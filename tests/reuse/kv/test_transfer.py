@@ -218,6 +218,31 @@ def test_waiting_sequences_are_fetched_once_and_behind_what_a_batch_loads(open_s
     assert 2 in order
 
 
+def test_a_batch_waits_for_one_fetch_though_each_batch_before_has_asked_for_some(open_store):
+    store = open_store()
+    begun, may_end = threading.Event(), threading.Event()
+    store.transfers.prefetch([lambda: (begun.set(), may_end.wait(10))])
+    assert begun.wait(10)
+    for _ in range(5):
+        store.transfers.prefetch([lambda: None] * 3)
+    assert store.transfers._loads.qsize() == 0
+    may_end.set()
+    store.transfers.flush()
+    store.transfers.prefetch([begun.clear])
+    store.transfers.flush()
+    assert not begun.is_set()
+
+
+def test_threads_end_with_transfers_that_nobody_closes():
+    """As those of a load that was refused later."""
+    transfers = Transfers(None, 1)
+    threads = transfers._threads
+    del transfers
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_damaged_block_is_not_fetched(model, open_store):
     ids = random_ids(40)
     run(model, open_store(), [ids])
