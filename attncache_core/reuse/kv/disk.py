@@ -299,6 +299,7 @@ class DiskTier(TierCounter):
             # Scans recognize by this lock that the writer is alive.
             fcntl.flock(file, fcntl.LOCK_EX)
             # In this order, a kill leaves the usage too high, never too low.
+            on_error.callback(usage.set, usage.used)
             usage.set(usage.used + size)
             file.truncate(size)
             on_error.pop_all()

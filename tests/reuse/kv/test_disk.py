@@ -101,6 +101,17 @@ def tier(folder):
     return DiskTier(folder, SIZES, MANY)
 
 
+def test_file_that_cannot_get_its_size_takes_no_room(tier, folder):
+    assert tier.write(block(0), content(0))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES // 2, most))
+    try:
+        assert not tier.write(block(1), content(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert_accounted(tier, folder)
+
+
 @contextmanager
 def temporary_folder():
     """A new folder for each example of a property."""
