@@ -152,9 +152,17 @@ class Group:
         is_changed = False
         while not is_changed:
             before = await self._store.get("asked")
-            after = orjson.dumps(change(orjson.loads(before or b"{}")))
+            after = orjson.dumps(change(await self._awaited(before)))
             # A worker that is killed forgets nothing, so everything is forgotten after a while.
             is_changed = await self._store.compare_and_set("asked", before, after, _ANSWER_SECONDS)
+
+    async def _awaited(self, asked: bytes | None) -> Commands:
+        """Return the commands that a running worker waits for, of all that are stored."""
+        return {
+            name: command
+            for name, command in orjson.loads(asked or b"{}").items()
+            if await self._store.get(f"alive/{command['from']}") is not None
+        }
 
     async def _look(self) -> None:
         if self.is_serving:
@@ -188,7 +196,7 @@ class Group:
         """Do what is asked of all workers and not done here yet."""
         if not self.is_serving:
             return
-        commands = orjson.loads(await self._store.get("asked") or b"{}")
+        commands = await self._awaited(await self._store.get("asked"))
         for name, command in commands.items():
             if name not in self._done and command["from"] != self.process:
                 answer = b""

@@ -1,6 +1,7 @@
 """The parts of a server with several workers, one by one, and two workers in one process."""
 
 import asyncio
+import json
 import socket
 import subprocess
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -300,7 +301,7 @@ async def test_worker_is_ready_though_the_store_fails(tmp_path):
     assert group.worker.ready.exists()
 
 
-async def test_worker_that_is_not_ready_yet_does_later_what_is_asked_of_all(tmp_path):
+async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_asks_of_all(tmp_path):
     store, done = LocalStore(), []
 
     async def obey(command):
@@ -308,7 +309,9 @@ async def test_worker_that_is_not_ready_yet_does_later_what_is_asked_of_all(tmp_
         return b"answer"
 
     group = Group(Worker(1, 2, tmp_path), store, Metrics())
-    await store.put("asked", b'{"name": {"what": "warm", "from": "another"}}')
+    commands = {"name": {"what": "warm", "from": "another"}, "old": {"what": "drop", "from": "killed"}}
+    await store.put("asked", json.dumps(commands).encode())
+    await store.put("alive/another", b"")
     await group._do(obey)
     assert done == []
     group.is_serving = True
@@ -316,3 +319,6 @@ async def test_worker_that_is_not_ready_yet_does_later_what_is_asked_of_all(tmp_
         await group._do(obey)
     assert done == ["warm"]
     assert await store.get("done/name/1") == b"answer"
+    # What a worker has asked that was killed is not kept by those that ask later.
+    await group._change_commands(lambda kept: kept)
+    assert json.loads(await store.get("asked")) == {"name": commands["name"]}
