@@ -160,7 +160,7 @@ class Metrics:
         self._key_tokens = self._counter(
             "key_tokens", "Tokens of all sequences that were requested, by the name of the API key", ("key",)
         )
-        self.quota_refusals = self._counter(
+        self._quota_refusals = self._counter(
             "quota_refusals", "Requests that were refused because a quota was used up", ("key", "quota")
         )
         self.sessions = self._gauge("sessions", "Sessions whose history is kept", mode="livemostrecent")
@@ -237,13 +237,13 @@ class Metrics:
             self._key_requests.remove(name)
             self._key_tokens.remove(name)
             for quota in _QUOTAS:
-                self.quota_refusals.remove(name, quota)
+                self._quota_refusals.remove(name, quota)
         self._keys = set(names)
         for name in names:
             self._key_requests.labels(name)
             self._key_tokens.labels(name)
             for quota in _QUOTAS:
-                self.quota_refusals.labels(name, quota)
+                self._quota_refusals.labels(name, quota)
 
     def observe_key(self, name: str, tokens: int) -> None:
         """Count one request of an API key. tokens: of all its sequences."""
@@ -252,6 +252,11 @@ class Metrics:
         self._key_requests.labels(name).inc()
         if tokens:
             self._key_tokens.labels(name).inc(tokens)
+
+    def observe_refusal(self, name: str, quota: str) -> None:
+        """Count one request that a quota of an API key has refused."""
+        if name in self._keys:
+            self._quota_refusals.labels(name, quota).inc()
 
     def observe_queue(self, seconds: Iterable[float]) -> None:
         """Count requests that were taken from the queue. seconds: how long each request waited."""

@@ -155,7 +155,7 @@ class Call:
             elif self.taken_tokens is not None:
                 self.taken_tokens += await holder.use.take(tokens, admitted=self.taken_tokens > 0)
         except QuotaExceeded as error:
-            self.state.metrics.quota_refusals.labels(holder.name, error.quota).inc()
+            self.state.metrics.observe_refusal(holder.name, error.quota)
             raise
 
     def reuse_requested(self) -> bool:

@@ -580,7 +580,11 @@ async def test_metrics_show_the_keys_of_the_file_and_no_others(tmp_path):
     async with serving(api_keys=path) as client:
         await ask(client, ONE)
         keys_file(tmp_path, f"two {TWO}\nops {OPS} admin\n")
-        reload_all(client._transport.app.state.service.reloads)
+        state = client._transport.app.state.service
+        reload_all(state.reloads)
+        # Requests that began before.
+        state.metrics.observe_key("one", 1)
+        state.metrics.observe_refusal("one", "in_flight")
         shown = (await client.get("/metrics", headers=bearer(OPS))).text
     assert '{key="two"} 0.0' in shown
     assert 'key="one"' not in shown
