@@ -108,6 +108,11 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
         temperature = body.temperature or SIMILARITY_TEMPERATURE
         return Classified(labels, similarities, result, temperature=temperature)
+    if body.multi_label is False and decisions.multi_label:
+        raise InvalidInput(
+            "multi_label must not be false, because the model scores each label by itself; leave it out",
+            field="multi_label",
+        )
     columns = _columns(body.labels, known)
     # The budget of a database was measured for all classes of the server, and not for other ones.
     is_whole = body.labels is None or len(columns) == len(known)

@@ -31,7 +31,8 @@ from service.routes.inputs import segments_of
 from service.schemas import Side
 from service.web.call import Call
 
-# The names of prompts that sentence-transformers uses for queries and documents.
+# The names of prompts that sentence-transformers knows for queries and documents. There, an empty prompt
+# `document` of its own comes before one that the folder calls otherwise; here, the folder's is used.
 _QUERY_PROMPTS = ("query",)
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 

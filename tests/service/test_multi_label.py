@@ -64,6 +64,14 @@ async def test_a_choice_of_labels_leaves_their_scores_and_temperature_flattens_t
     assert flat == pytest.approx(dict.fromkeys(TOPICS, 0.5), abs=1e-4)
 
 
+async def test_scores_that_sum_to_1_are_refused():
+    engine = FakeEngine(labels=TOPICS)
+    engine.multi_label = True
+    async with serving(engine) as client:
+        refused = await client.post("/classify", json={"inputs": "a", "multi_label": False})
+    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "multi_label")
+
+
 async def test_larger_logit_comes_first_also_where_both_scores_are_1():
     engine = FakeEngine(labels=TOPICS)
     engine.multi_label, engine.class_logits = True, lambda _: np.array([[18.0, 21.0, 20.0]], np.float32)

@@ -308,6 +308,10 @@ BAD = {
         ({"inputs": "a", "parameters": {"top_k": 0}}, "parameters.top_k must be greater than 0"),
         ({"inputs": ["a", "b"], "parameters": {"top_k": 1}}, "send [[text], [text]] for two texts"),
         ({"inputs": "a", "parameters": {"function_to_apply": "tanh"}}, "must be 'sigmoid', 'softmax' or"),
+        (
+            {"inputs": "a", "raw_scores": True, "parameters": {"function_to_apply": "softmax"}},
+            "raw_scores is not accepted with another function_to_apply than none",
+        ),
     ],
     "/tokenize": [
         ({"inputs": [7]}, "inputs[0] must be a string"),

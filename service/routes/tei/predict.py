@@ -96,6 +96,11 @@ async def predict(call: CurrentCall) -> Answer:
             "[[text, text]] for a pair",
             field="inputs",
         )
+    if body.raw_scores and body.parameters and body.parameters.function_to_apply not in (None, "none"):
+        raise InvalidInput(
+            "raw_scores is not accepted with another function_to_apply than none; leave one of them out",
+            field="raw_scores",
+        )
     source = Texts(body.inputs.texts, call.truncates(body.truncate), body.truncation_direction or "right")
     found = await classified(call, source, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
