@@ -514,7 +514,9 @@ class PrefillEngine:
             prompts=dict(checkpoint.prompts),
             pooling=checkpoint.pooling.modes if embeds else None,
             dimensions=self.dimensions,
-            matryoshka_dimensions=checkpoint.matryoshka_dimensions,
+            matryoshka_dimensions=tuple(
+                number for number in checkpoint.matryoshka_dimensions if number <= (self.dimensions or 0)
+            ),
             max_tokens=self.tokenizer.max_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.model.device),

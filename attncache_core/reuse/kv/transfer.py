@@ -433,3 +433,4 @@ def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
         except Exception:
             # The thread must go on: batches wait for what it loads.
             logger.exception("keys and values could not be loaded or saved")
+        del job  # it holds the Transfers, which this thread must not keep while it waits

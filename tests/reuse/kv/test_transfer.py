@@ -237,6 +237,9 @@ def test_threads_end_with_transfers_that_nobody_closes():
     """As those of a load that was refused later."""
     transfers = Transfers(None, 1)
     threads = transfers._threads
+    transfers.prefetch([lambda: None])
+    assert transfers.save(None, [], lambda: None)
+    transfers.flush()
     del transfers
     for thread in threads:
         thread.join(10)
