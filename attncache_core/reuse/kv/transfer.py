@@ -131,8 +131,8 @@ class Transfers:
         self._learned_bytes, self._learned_seconds = 0, 0.0
         self._buffer = write_buffer_blocks
         self._closing = self._write_failed = False
-        self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._prefetches: deque[Callable[[], None]] = deque()
         self._prefetching = threading.Lock()
         self._is_prefetching = False  # whether `_prefetch_one` is in the queue, or runs
@@ -142,8 +142,9 @@ class Transfers:
         ]
         for thread in self._threads:
             thread.start()
-        # The threads know only their queues, so they end with transfers that nobody closes.
-        weakref.finalize(self, _end, self._saves, self._loads)
+        # The threads know only their queues, so they end with transfers that nobody closes. At the end of the
+        # process they go on, for what saves or loads there.
+        weakref.finalize(self, _end, self._saves, self._loads).atexit = False
 
     @property
     def tiers(self) -> list[DiskTier | RemoteTier]:
@@ -342,7 +343,8 @@ class Transfers:
 
     def close(self) -> None:
         """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
-        self._closing, self._prefetches = True, deque()
+        self._closing = True
+        self.prefetch([])
         _end(self._saves, self._loads)
         for thread in self._threads:
             thread.join()
@@ -396,7 +398,7 @@ def _measured_blocks(block_bytes: int) -> int:
     return max(_MIN_MEASURED, min(_MAX_MEASURED, _MEASURED_BYTES // block_bytes))
 
 
-def _wait(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread) -> None:
+def _wait(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
     """Wait until a thread has done all its jobs. After `close`, everything was done."""
     done = threading.Event()
     jobs.put(done.set)
@@ -420,13 +422,13 @@ def _opened(tier: DiskTier | RemoteTier, names: Sequence[BlockName]) -> list[Sav
     return [file for name in names if (file := tier.open(name))]
 
 
-def _end(*queues: queue.Queue[Callable[[], None] | None]) -> None:
+def _end(*queues: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     """End the threads of these queues, behind what waits there."""
     for jobs in queues:
         jobs.put(None)
 
 
-def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()

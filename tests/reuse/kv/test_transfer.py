@@ -237,9 +237,11 @@ def test_threads_end_with_transfers_that_nobody_closes():
     """As those of a load that was refused later."""
     transfers = Transfers(None, 1)
     threads = transfers._threads
-    transfers.prefetch([lambda: None])
-    assert transfers.save(None, [], lambda: None)
-    transfers.flush()
+    fetched, saved = threading.Event(), threading.Event()
+    transfers.prefetch([fetched.set])
+    assert transfers.save(None, [], saved.set)
+    assert fetched.wait(10)
+    assert saved.wait(10)
     del transfers
     for thread in threads:
         thread.join(10)
