@@ -149,6 +149,7 @@ def joined(parts: Sequence[PrefillResult], places: Sequence[Sequence[int] | np.n
         entries("token_states", np.zeros((0, 0), np.float32)),
         entries("blends"),
         sum(part.repeated for part in parts),
+        sum(part.truncated for part in parts),
     )
 
 

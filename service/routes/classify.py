@@ -95,7 +95,7 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
     if body.labels is not None and _is_zero_shot(call.engine, body):
         _check_labels(call, body.labels, source.count)
         return await _by_entailment(call, body, body.labels, source)
-    _refuse_zero_shot(body)
+    _refuse_zero_shot(body, decisions.multi_label)
     salt = call.salt(body.cache_salt)
     known = decisions.labels
     if known is None:
@@ -108,11 +108,6 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
         temperature = body.temperature or SIMILARITY_TEMPERATURE
         return Classified(labels, similarities, result, temperature=temperature)
-    if body.multi_label is False and decisions.multi_label:
-        raise InvalidInput(
-            "multi_label must not be false, because the model scores each label by itself; leave it out",
-            field="multi_label",
-        )
     columns = _columns(body.labels, known)
     # The budget of a database was measured for all classes of the server, and not for other ones.
     is_whole = body.labels is None or len(columns) == len(known)
@@ -124,10 +119,23 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
     return Classified(labels, logits, result, decisions.multi_label, temperature)
 
 
-def _refuse_zero_shot(body: ClassifyRequest) -> None:
-    """Raise InvalidInput for fields that only zero-shot classification has."""
-    for field in ("hypothesis_template", "multi_label"):
-        if getattr(body, field):
+def _refuse_zero_shot(body: ClassifyRequest, scores_alone: bool = False) -> None:
+    """Raise InvalidInput for fields that only zero-shot classification has.
+
+    scores_alone: whether the model scores each label by itself, which is what multi_label asks for.
+    """
+    if scores_alone and body.multi_label is False:
+        raise InvalidInput(
+            "multi_label must not be false, because the model scores each label by itself; send true, or "
+            "leave it out",
+            field="multi_label",
+        )
+    of_zero_shot = (
+        ("hypothesis_template", body.hypothesis_template),
+        ("multi_label", body.multi_label and not scores_alone),
+    )
+    for field, value in of_zero_shot:
+        if value:
             raise InvalidInput(
                 f"{field} is accepted only with labels, and by a model of natural language inference, which "
                 "has a class named entailment",

@@ -68,8 +68,12 @@ async def test_scores_that_sum_to_1_are_refused():
     engine = FakeEngine(labels=TOPICS)
     engine.multi_label = True
     async with serving(engine) as client:
-        refused = await client.post("/classify", json={"inputs": "a", "multi_label": False})
+        refused, accepted, plain = [
+            await client.post("/classify", json={"inputs": "a", "multi_label": value})
+            for value in (False, True, None)
+        ]
     assert (refused.status_code, refused.json()["error"]["field"]) == (400, "multi_label")
+    assert accepted.json() == plain.json()
 
 
 async def test_larger_logit_comes_first_also_where_both_scores_are_1():

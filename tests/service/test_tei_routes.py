@@ -410,6 +410,8 @@ async def test_queries_and_documents_get_no_default_prompt_as_in_sentence_transf
     expected = theirs.encode_document(documents) @ theirs.encode_query("the card")
     async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
         ranked = (await client.post("/rerank", json={"query": "the card", "texts": documents})).json()
+        long = await client.post("/rerank", json={"query": "the card", "texts": ["my bank " * 400, "card"]})
+        assert long.headers["X-AttnCache-Truncated"] == "1/3"
     scores = {entry["index"]: entry["score"] for entry in ranked}
     np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-5)
     # The operator's template stands around both, also if it is one of the prompts.
