@@ -126,7 +126,8 @@ class Group:
         pause: waits. Raises StoreUnavailable, and what `pause` raises.
         """
         name = secrets.token_hex(8)
-        await self._change_commands(lambda commands: {**commands, name: {**command, "from": self.process}})
+        asked = {**command, "from": self.process, "process": os.getpid()}
+        await self._change_commands(lambda commands: {**commands, name: asked})
         try:
             while (answers := await self._answers(name)) is None:
                 await pause(_ANSWERS_SECONDS)
@@ -152,17 +153,9 @@ class Group:
         is_changed = False
         while not is_changed:
             before = await self._store.get("asked")
-            after = orjson.dumps(change(await self._awaited(before)))
+            after = orjson.dumps(change(_awaited(before)))
             # A worker that is killed forgets nothing, so everything is forgotten after a while.
             is_changed = await self._store.compare_and_set("asked", before, after, _ANSWER_SECONDS)
-
-    async def _awaited(self, asked: bytes | None) -> Commands:
-        """Return the commands that a running worker waits for, of all that are stored."""
-        return {
-            name: command
-            for name, command in orjson.loads(asked or b"{}").items()
-            if await self._store.get(f"alive/{command['from']}") is not None
-        }
 
     async def _look(self) -> None:
         if self.is_serving:
@@ -196,7 +189,7 @@ class Group:
         """Do what is asked of all workers and not done here yet."""
         if not self.is_serving:
             return
-        commands = await self._awaited(await self._store.get("asked"))
+        commands = _awaited(await self._store.get("asked"))
         for name, command in commands.items():
             if name not in self._done and command["from"] != self.process:
                 answer = b""
@@ -208,7 +201,13 @@ class Group:
         self._done = commands.keys()
 
 
-def _runs(process: bytes | None) -> bool:
+def _awaited(asked: bytes | None) -> Commands:
+    """Return the commands that a running worker waits for, of all that are stored."""
+    commands: Commands = orjson.loads(asked or b"{}")
+    return {name: command for name, command in commands.items() if _runs(command["process"])}
+
+
+def _runs(process: bytes | int | None) -> bool:
     """Return whether a worker runs, by the id of its process. One that is stopped, or hangs, runs too."""
     if process is None:
         return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -309,9 +310,13 @@ async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_ask
         return b"answer"
 
     group = Group(Worker(1, 2, tmp_path), store, Metrics())
-    commands = {"name": {"what": "warm", "from": "another"}, "old": {"what": "drop", "from": "killed"}}
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    commands = {
+        "name": {"what": "warm", "from": "another", "process": os.getpid()},
+        "old": {"what": "drop", "from": "killed", "process": killed.pid},
+    }
     await store.put("asked", json.dumps(commands).encode())
-    await store.put("alive/another", b"")
     await group._do(obey)
     assert done == []
     group.is_serving = True
