@@ -174,10 +174,13 @@ def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Itera
             ) from error
         for left in (output, progress(output)):
             remove_unfinished(output.parent, glob.escape(left.name))
+        is_new = not os.fstat(file.fileno()).st_size
         spool = Spool(output, file, width, begun_with)
         try:
             spool.continue_or_begin()
         except OSError as error:
+            if is_new:  # the next run could not tell what a torn beginning holds
+                remove_spool(output)
             raise OSError(error.errno, error.strerror, error.filename or str(partial(output))) from error
         try:
             yield spool

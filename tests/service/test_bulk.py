@@ -4,7 +4,6 @@ import csv
 import errno
 import json
 import os
-import resource
 import sys
 import threading
 from itertools import count, takewhile
@@ -15,6 +14,7 @@ import pytest
 from command_line import PRIVATE, model_arguments, run, succeeded
 from core_models import damage_weights, random_text, write_model, write_sentence_transformer
 from forked import is_killed
+from full_disk import largest_file
 from killed_transfers import run_until_killed
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
@@ -423,15 +423,17 @@ def test_output_is_complete_if_only_what_was_saved_cannot_be_removed(
     assert output.read_bytes() == whole
 
 
-def test_file_that_cannot_be_begun_is_named(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="large") as failed, spool.open_spool(tmp_path / "out.npy", 3, {}):
+@pytest.mark.parametrize("size", [0, 64])
+def test_file_that_cannot_be_begun_is_named_and_does_not_stay(tmp_path, size):
+    def begin():
+        with spool.open_spool(tmp_path / "out.npy", 3, {}):
             pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with largest_file(size), pytest.raises(OSError, match="large") as failed:
+        begin()
     assert failed.value.filename == str(tmp_path / "out.npy.partial")
+    assert not list(tmp_path.iterdir())
+    begin()
 
 
 def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(arguments, output, source, texts, whole):
