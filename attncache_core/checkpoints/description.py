@@ -177,7 +177,7 @@ _PASSED_OPTIONS = {
     "config_args": _OF_CONFIG,
 }
 # Settings of the Transformer module that change no result, or are read here.
-_KNOWN_SETTINGS = {*_PASSED_OPTIONS, "processing_kwargs", "max_seq_length", "do_lower_case"}
+_KNOWN_SETTINGS = {*_PASSED_OPTIONS, "processing_kwargs", "max_seq_length", "do_lower_case", "cache_dir"}
 _KNOWN_SETTINGS |= {"transformer_task", "modality_config", "module_output_name", "unpad_inputs", "backend"}
 # Settings of calls of the tokenizer that change no result.
 _OF_CALLS = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors"}

@@ -60,7 +60,7 @@ def test_several_modes_and_old_flags(tmp_path, pooling):
         {"normalize": False},
         {"settings": {"max_seq_length": 12}},
         {"settings": {"max_seq_length": 12}, "prompts": ASKING},
-        {"settings": {"do_lower_case": True}},
+        {"settings": {"do_lower_case": True, "cache_dir": "somewhere"}},
         {"settings": {"processing_kwargs": {"text": {"max_length": 9}, "common": {"max_length": 20}}}},
         {"settings": {"processor_kwargs": {"model_max_length": 9}, "tokenizer_args": {}}},
         {"prompts": {"prompts": {"ask": "query : my"}, "default_prompt_name": None}},

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_models import flip
+from full_disk import largest_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,12 +104,8 @@ def tier(folder):
 
 def test_file_that_cannot_get_its_size_takes_no_room(tier, folder):
     assert tier.write(block(0), content(0))
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES // 2, most))
-    try:
+    with largest_file(BLOCK_BYTES // 2):
         assert not tier.write(block(1), content(1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert_accounted(tier, folder)
 
 
