@@ -50,7 +50,7 @@ class RequestQueue:
     ) -> None:
         """tokenize: returns the sequences of the next part of a request that the request must compute itself.
 
-        It returns None if it has failed the request. give_up: is told of sequences that will not be computed
+        It returns None if the request has failed or ended. give_up: is told of sequences that nobody computes
         because their request ended before the queue had them. fail: fails the requests of a batch that will
         not be run, because forming it has failed, and the requests that may have been the reason. threads:
         the most engine threads that may run at once. clock: returns seconds.
