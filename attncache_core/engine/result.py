@@ -58,7 +58,7 @@ class PrefillResult:
     token_states: Sequence[np.ndarray] | None = None
     blends: Sequence[BlendReport | None] | None = None  # what was done with the chunks of each sequence
     repeated: int = 0  # sequences whose results were computed for others, or earlier
-    truncated: int = 0  # sequences of texts that were too long, and were cut, if the request tells
+    truncated: int = 0  # sequences whose texts were too long and were cut; only of a whole request
 
     def __len__(self) -> int:
         """Return the number of sequences."""

@@ -103,7 +103,7 @@ def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
     """Raise InputTooLong, which names `field`, if a text must be tokenised as a whole and is too long."""
     if len(text) > max_characters(tokens):
         raise InputTooLong(
-            f"the text in {field} has {len(text)} characters, and at most {max_characters(tokens)} are "
+            f"{field} has a text of {len(text)} characters, and at most {max_characters(tokens)} are "
             "accepted; shorten the text",
             field=field,
         )

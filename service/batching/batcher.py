@@ -209,7 +209,7 @@ class Batcher:
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
             self._metrics.tokenize_seconds.observe(seconds)
-            # Nobody is charged for what is counted after the end.
+            # After the end of a request, nothing more is counted for it, because nobody would be charged.
             return None if request.future.done() else self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:

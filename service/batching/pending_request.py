@@ -187,7 +187,7 @@ class PendingRequest:
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
-    truncated: int = 0  # of them, those of texts that were too long
+    truncated: int = 0  # of these, the ones whose texts were too long and were cut
     guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
     waiting_sequences: int = 0  # that wait for a batch, tokenised or not
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess

@@ -93,7 +93,7 @@ class Computing:
     def __init__(self, engine: PrefillEngine, task: Task, batch_tokens: int) -> None:
         """batch_tokens: most tokens in one batch; a longer text is a batch of its own."""
         self._engine, self._task, self._batch_tokens = engine, task, batch_tokens
-        self.truncated_rows = 0  # until now, those of texts that were too long and were cut
+        self.truncated_rows = 0  # rows until now whose texts were too long and were cut
         self._pool = ThreadPoolExecutor(engine.parallel_runs, thread_name_prefix="engine")
 
     def __enter__(self) -> Computing:

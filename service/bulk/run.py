@@ -39,7 +39,7 @@ class Written(NamedTuple):
     """What a run has written."""
 
     rows: int
-    truncated: int  # rows that this run has computed of texts that were too long and were cut
+    truncated: int  # of the rows that this run has computed, those whose texts were too long and were cut
 
 
 class Stopped(KeyboardInterrupt):

@@ -262,7 +262,7 @@ def test_text_that_the_tokenizer_has_no_token_for_is_refused_with_its_index(tmp_
 
 def test_text_that_is_too_long_to_be_tokenised_as_a_whole_is_refused_with_its_index(tmp_path):
     tokenizer = TextTokenizer(with_tokenizer(tmp_path, closed(models.WordLevel(FEW_WORDS))))
-    with pytest.raises(InputTooLong, match=r"the text in inputs\[1\] has 70000 characters") as refused:
+    with pytest.raises(InputTooLong, match=r"inputs\[1\] has a text of 70000 characters") as refused:
         tokenizer.pieces(["A", "A" * 70_000])
     assert refused.value.field == "inputs[1]"
 

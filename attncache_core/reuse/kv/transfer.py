@@ -142,8 +142,8 @@ class Transfers:
         ]
         for thread in self._threads:
             thread.start()
-        # The threads know only their queues, so they end with transfers that nobody closes. At the end of the
-        # process they go on, for what saves or loads there.
+        # If nobody calls `close`, the threads end when this object is collected. At the end of the process
+        # they go on, for handlers that still load or save.
         weakref.finalize(self, _end, self._saves, self._loads).atexit = False
 
     @property
@@ -286,7 +286,7 @@ class Transfers:
         with self._prefetching:
             self._prefetches = deque(works)
             begins, self._is_prefetching = not self._is_prefetching, True
-        # One job for all functions: a batch that loads would wait behind each.
+        # At most one such job waits, because a batch that loads waits for all jobs before it.
         if begins:
             self._loads.put(self._prefetch_one)
 
@@ -435,4 +435,4 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         except Exception:
             # The thread must go on: batches wait for what it loads.
             logger.exception("keys and values could not be loaded or saved")
-        del job  # it holds the Transfers, which this thread must not keep while it waits
+        del job  # it refers to the Transfers, which could not be collected while this thread waits
