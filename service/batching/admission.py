@@ -4,7 +4,8 @@ A request is refused if the queue has no room for its sequences and tokens, or i
 come before it. The work that comes before it depends on its flow: a client that floods the queue is refused,
 while a request of another client, whose turn is next, is admitted. A request of many texts is also refused if
 it would not be answered in time, because it takes turns with other ones that do not fit into a batch: all of
-them would be computed nearly to their ends, and none would be answered.
+them would be computed nearly to their ends, and none would be answered. If the queue turns out to be slower
+than it was when they were admitted, the one that came last is given up for the others.
 
 How fast a queue is drained is measured in tokens per second, while requests wait:
 
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from service.batching.fair_order import FairOrder
@@ -62,6 +64,7 @@ class DrainSpeed:
         """round_tokens: what all engine threads together compute at a time."""
         self.round_tokens = round_tokens
         self.tokens_per_second: float | None = None  # None: too little was measured
+        self.is_new = False  # whether a round has ended since the owner set this to False
         self._rounds: deque[float] = deque(maxlen=_ROUNDS)
         self._began: float | None = None  # when the current round began; None: nothing waits
         self._tokens = 0  # of the current round
@@ -78,6 +81,7 @@ class DrainSpeed:
                 if len(self._rounds) >= _MIN_ROUNDS:
                     self.tokens_per_second = median(self._rounds)
                 self._began, self._tokens = now, 0
+                self.is_new = True
         if not others_wait:
             self._began = None
         elif self._began is None:
@@ -152,27 +156,68 @@ class Admission:
         if speed is None or own <= self.limits.batch_tokens:
             return
         allowed = speed * request.seconds * _PLANNED
-        within, others = own, dict[Hashable, list[int]]()  # of other flows: tokens at first, and now
-        for other in self.order:
-            if other.flow[:1] == request.flow[:1]:
-                within += other.guess if other.flow == request.flow else min(other.guess, own)
-            else:
-                counted = others.setdefault(other.flow[:1], [0, 0])
-                counted[0] += other.guess
-                counted[1] += other.waiting_tokens
-        needed = within + sum(min(first, within) for first, _ in others.values())
+        within, others = self._turns(request, attrgetter("guess"))
+        needed = within + sum(min(first, within) for first, _ in others)
         if not own <= allowed < needed:
             return  # or it is too large even if it were alone, which its deadline tells
         reason = (
             f"this request would take turns with others for about {needed / speed:.0f} seconds, and may take "
             f"{request.seconds:.0f}: send fewer texts at once, or allow more time"
         )
-        waiting = sorted(others.values(), key=lambda counted: counted[1])
+        waiting = sorted(others, key=itemgetter(1))
         for first, now in waiting:
             needed -= min(first, within)
             if needed <= allowed:
                 raise _Full(reason, sum(min(each, now) for _, each in waiting))
         raise _Full(reason, self.order.cost)
+
+    def late(self, now: float) -> tuple[PendingRequest, QueueFull] | None:
+        """Return a request of several batches to give up, so that another one is answered in time, and why.
+
+        The speed was not known, or was higher, when they were admitted. The one that came last is given up,
+        because least of it is computed. Of the others, only the one that must end first is looked at, once in
+        a round.
+        """
+        speed, batch = self.speed.tokens_per_second, self.limits.batch_tokens
+        if speed is None or not self.speed.is_new:
+            return None
+        self.speed.is_new = False
+        large = [request for request in self.order if request.waiting_tokens > batch]
+        possible = [each for each in large if each.waiting_tokens <= speed * (each.deadline - now)]
+        if not possible:
+            return None
+        first = min(possible, key=attrgetter("deadline"))
+        within, others = self._turns(first, attrgetter("waiting_tokens"))
+        needed = within + sum(min(waiting, within) for waiting, _ in others)
+        if needed <= speed * (first.deadline - now):
+            return None
+        last = max(large, key=attrgetter("timing.queued_at"))
+        return last, QueueFull(
+            "this request was given up, because the server has become slower than it was, and requests that "
+            "came before would not be answered in time; send the request again after the seconds in "
+            "Retry-After",
+            retry_after_seconds=self._retry_after(last, self.order.cost - last.waiting_tokens, now),
+        )
+
+    def _turns(
+        self, request: PendingRequest, tokens: Callable[[PendingRequest], int]
+    ) -> tuple[int, list[list[int]]]:
+        """Return the tokens of a request's client that come before its end, and those of each other client.
+
+        tokens: counts those of a request. Those of other clients are counted by it, and as they wait now.
+        """
+        own = within = tokens(request)
+        others = dict[Hashable, list[int]]()
+        for other in self.order:
+            if other is request:
+                continue
+            if other.flow[:1] == request.flow[:1]:
+                within += tokens(other) if other.flow == request.flow else min(tokens(other), own)
+            else:
+                counted = others.setdefault(other.flow[:1], [0, 0])
+                counted[0] += tokens(other)
+                counted[1] += other.waiting_tokens
+        return within, list(others.values())
 
     def _retry_after(self, request: PendingRequest, leaving: float, now: float) -> int:
         """Return the seconds after which a refused request is likely to be admitted, at least 1.

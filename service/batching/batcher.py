@@ -246,6 +246,8 @@ class Batcher:
                 except BaseException:
                     self._runner.fail(batch)
                     raise
+                if (late := self.queue.late()) is not None:
+                    self._runner.reject([late])
                 verifier = self.verifier
                 if verifier and verifier.is_overdue:
                     verifier.verify_some()

@@ -182,7 +182,7 @@ class PendingRequest:
     parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
     digest: bytes | None = None  # names the result for equal requests; None: it is not kept for them
     longest: float = math.inf  # tokens of a sequence, which is cut beyond
-    seconds: float = math.inf  # that it may take from now on
+    seconds: float = math.inf  # that it may take from `timing.queued_at` on
     guess: int = 0  # about how many tokens it adds to batches, before its texts are tokenised
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
@@ -202,6 +202,11 @@ class PendingRequest:
 
     def __post_init__(self) -> None:
         self.count = self.source.count * len(self.prompt.sequence_plans)
+
+    @property
+    def deadline(self) -> float:
+        """When the request must be answered, in seconds of `time.perf_counter`."""
+        return self.timing.queued_at + self.seconds
 
     @property
     def is_tokenized(self) -> bool:

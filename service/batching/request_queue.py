@@ -18,6 +18,7 @@ from attncache_core.reuse.kv.memory import PrefixKey
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
 from service.batching.pending_request import Batch, PendingRequest, Slice
+from service.errors import QueueFull
 
 # The store is told of at most this many sequences before each batch.
 _MAX_UPCOMING = 256
@@ -124,6 +125,11 @@ class RequestQueue:
         """
         with self._lock:
             return self._start_threads(self.waiting_sequences)
+
+    def late(self) -> tuple[PendingRequest, QueueFull] | None:
+        """Return a request to give up, and why, if another one would not be answered in time beside it."""
+        with self._lock:
+            return self._admission.late(self._clock())
 
     def withdraw(self, request: PendingRequest) -> Batch:
         """Remove what still waits of a request that has ended. Returns its slices."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -69,17 +70,24 @@ async def test_texts_that_are_cut_count_as_they_are_computed():
             assert batcher.queue.waiting_tokens >= 200
 
 
-def waiting(flow, tokens, seconds=60.0):
+def waiting(flow, tokens, seconds=60.0, now=0.0):
     """Return a request as the queue has it: all its tokens are guessed, and wait."""
     return SimpleNamespace(
-        flow=flow, guess=tokens, guessed_tokens=tokens, waiting_tokens=tokens, count=1, seconds=seconds
+        flow=flow,
+        guess=tokens,
+        guessed_tokens=tokens,
+        waiting_tokens=tokens,
+        count=1,
+        seconds=seconds,
+        timing=SimpleNamespace(queued_at=now),
+        deadline=now + seconds,
     )
 
 
 def admission(order, speed=1000.0):
     """Return an admission to a queue that computes this number of tokens per second, 100 in a batch."""
     limits = Limits(batch_tokens=100, batch_sequences=64, queue_sequences=100, request_tokens=10**9)
-    return Admission(limits, order, SimpleNamespace(tokens_per_second=speed))
+    return Admission(limits, order, SimpleNamespace(tokens_per_second=speed, is_new=True))
 
 
 @pytest.mark.parametrize("clients", [2, 8, 40])
@@ -144,6 +152,91 @@ def test_work_before_the_end_of_a_large_request_follows_the_turns(others, tokens
         with pytest.raises(QueueFull, match="take turns with others for about") as refused:
             decide()
         assert 1 <= refused.value.retry_after_seconds <= 59
+
+
+@pytest.mark.parametrize(("speed_then", "answered"), [(1000.0, [0, 1, 2]), (600.0, [0, 1]), (300.0, [0])])
+@pytest.mark.parametrize("speed_before", [None, 1000.0])
+def test_requests_that_came_last_are_given_up_when_the_queue_becomes_slower(
+    speed_before, speed_then, answered
+):
+    """Three clients send 15 seconds of work, and one text at times; all would be answered too late."""
+    order, found, admitted = FairOrder(), [], {}
+    deciding = admission(order, speed_before)
+
+    def add(request):
+        deciding.require(request, len(admitted), int(order.cost), request.timing.queued_at)
+        order.add(request, request.flow)
+        order.count(request.flow, request.guess)
+
+    for client in range(3):
+        admitted[client] = waiting((client,), 15_000, now=client / 10)
+        add(admitted[client])
+    deciding.speed.tokens_per_second = speed_then
+    for half_seconds in range(1, 130):
+        now = half_seconds / 2
+        deciding.speed.is_new = True
+        while (late := deciding.late(now)) is not None:
+            request, error = late
+            assert 1 <= error.retry_after_seconds <= 110
+            assert request is list(admitted.values())[-1]
+            order.count(request.flow, -request.waiting_tokens)
+            order.remove(admitted.popitem()[1], request.flow)
+            assert deciding.late(now) is None, "asked again in the same round"
+            deciding.speed.is_new = True
+        for client, request in list(admitted.items()):
+            served = min(request.waiting_tokens, int(speed_then / 2) // len(admitted))
+            request.waiting_tokens -= served
+            order.count(request.flow, -served)
+            if not request.waiting_tokens:
+                assert now <= request.deadline
+                found.append(client)
+                order.remove(request, request.flow)
+                del admitted[client]
+    assert sorted(found) == answered
+
+
+@pytest.mark.parametrize(
+    ("requests", "given_up"),
+    [
+        ([("a", 70_000, 60), ("b", 100, 60)], None),  # too large even alone, which its deadline tells
+        ([("a", 70_000, 60), ("b", 50_000, 60)], 1),
+        ([("a", 50_000, 60), ("b", 50_000, math.inf)], 1),
+        ([("a", 50_000, math.inf), ("b", 50_000, math.inf)], None),
+        ([("a", 50_000, 60)] + [(f"{client}", 90, 60) for client in range(50)], None),
+        ([("a", 58_000, 60)] + [(f"{client}", 90, 60) for client in range(50)], 0),  # many small ones
+        ([("a", 40_000, 60), ("b", 2_500, 4)], 1),  # it came last, and is too late itself
+        ([("a", 40_000, 60), ("b", 5_000, 4)], None),
+    ],
+)
+def test_request_is_given_up_only_if_another_gains_from_it(requests, given_up):
+    order = FairOrder()
+    made = [
+        waiting((flow,), tokens, seconds, now=place / 1000)
+        for place, (flow, tokens, seconds) in enumerate(requests)
+    ]
+    for request in made:
+        order.add(request, request.flow)
+        order.count(request.flow, request.guess)
+    late = admission(order).late(1.0)
+    assert (None if late is None else made.index(late[0])) == given_up
+
+
+async def test_request_that_is_given_up_is_told_why_and_the_others_are_answered():
+    engine = FakeEngine()
+    async with batching(engine, tokens=60, sequences=64, queue=10_000) as batcher:
+        async with held(engine, batcher):
+            first = submit(batcher, ["x" * 60] * 20, flow=("a",), seconds=60)
+            last = submit(batcher, ["y" * 60] * 20, flow=("b",), seconds=60)
+            speed = batcher.queue._speed
+            speed.note = lambda *_, **__: setattr(speed, "is_new", True)
+            speed.tokens_per_second = (first_tokens := 20 * 60) / 45
+            assert batcher.queue.waiting_tokens >= first_tokens
+        with pytest.raises(QueueFull, match="has become slower") as refused:
+            await last
+        assert 1 <= refused.value.retry_after_seconds <= 60
+        await first
+        speed.tokens_per_second = 1e9
+        await submit(batcher, ["y" * 60] * 20, flow=("b",), seconds=60)
 
 
 async def test_bytes_in_flight_are_limited_and_a_body_counts_as_its_texts_take_memory():
