@@ -22,7 +22,8 @@ from service.errors import QueueFull
 
 # The store is told of at most this many sequences before each batch.
 _MAX_UPCOMING = 256
-_USUAL_CHARACTERS_PER_TOKEN = 4.0
+# Characters and tokens of prose, which count as if they had been tokenised before the first text.
+_PROSE = 400.0, 100.0
 # A batch is run after this many sequences were tokenised for it, also if most of their results are known.
 _MAX_LOOKUPS = 512
 
@@ -72,15 +73,15 @@ class RequestQueue:
         self.waiting_tokens = 0  # of texts that are not tokenised yet, a guess
         self._speed = DrainSpeed(threads * limits.batch_tokens)
         self._admission = Admission(limits, self._order, self._speed)
-        self._characters_per_token: float | None = None  # None: of none yet
+        self._characters, self._tokens = _PROSE  # of texts that were tokenised lately
         self._running = 0  # engine threads in a turn, which ends when nothing waits
         self._computing = 0  # of them, the threads that compute
         self._idle_work = 0  # of these, the threads that began an idle turn and have no batch yet
 
     @property
     def characters_per_token(self) -> float:
-        """The mean of the texts that were tokenised lately, or of prose."""
-        return self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN
+        """The mean of the texts that were tokenised lately. Long texts count more than short ones."""
+        return max(0.1, self._characters / self._tokens)
 
     def allow_threads(self, threads: int) -> None:
         """Let at most this number of engine threads run. Threads beyond it end their turns after a batch."""
@@ -355,11 +356,11 @@ class RequestQueue:
 
         Texts that were cut say nothing about the characters of a token.
         """
-        tokens = request.timing.tokens / request.count
-        if request.is_tokenized and tokens < request.longest:
-            measured = max(0.1, request.source.characters / request.source.count / tokens)
-            before = self._characters_per_token
-            self._characters_per_token = measured if before is None else before + 0.1 * (measured - before)
+        tokens = request.timing.tokens
+        if request.is_tokenized and tokens < request.longest * request.count:
+            characters = request.source.characters * request.count / request.source.count
+            self._characters = 0.9 * self._characters + characters
+            self._tokens = 0.9 * self._tokens + tokens
 
     def _start_threads(self, sequences: int) -> int:
         """Return the number of engine threads that the caller must start for sequences that wait.

@@ -15,6 +15,7 @@ from queueing import CountingEngine, batching, held, submit, until_waiting
 
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
+from service.batching.sources import Texts
 from service.errors import QueueFull
 
 
@@ -68,6 +69,16 @@ async def test_texts_that_are_cut_count_as_they_are_computed():
         async with held(engine, batcher):
             submit(batcher, ["z" * 60] * 20)
             assert batcher.queue.waiting_tokens >= 200
+
+
+async def test_tokens_are_guessed_from_what_most_characters_became():
+    """The engine makes a token of each character."""
+    async with batching(FakeEngine()) as batcher:
+        prose = Texts(["z" * 60] * 40, truncate=True)
+        await submit(batcher, ["a"])
+        assert 600 <= batcher.guess_tokens(prose) <= 650
+        await submit(batcher, ["y" * 60] * 90)
+        assert 1500 <= batcher.guess_tokens(prose) <= 2400
 
 
 def waiting(flow, tokens, seconds=60.0, now=0.0):
@@ -229,8 +240,7 @@ async def test_request_that_is_given_up_is_told_why_and_the_others_are_answered(
             last = submit(batcher, ["y" * 60] * 20, flow=("b",), seconds=60)
             speed = batcher.queue._speed
             speed.note = lambda *_, **__: setattr(speed, "is_new", True)
-            speed.tokens_per_second = (first_tokens := 20 * 60) / 45
-            assert batcher.queue.waiting_tokens >= first_tokens
+            speed.tokens_per_second = 20 * 60 / 45
         with pytest.raises(QueueFull, match="has become slower") as refused:
             await last
         assert 1 <= refused.value.retry_after_seconds <= 60

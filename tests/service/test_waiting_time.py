@@ -100,8 +100,9 @@ def queue_of(tokens=BATCH, tokenize=lambda request: request.next_part(FakeEngine
 def measured_queue(**limits):
     """A queue that has measured its speed, and the characters of a token, and is empty."""
     simulated = SimulatedQueue(**limits)
-    simulated.add("earlier", *["x" * BATCH] * 10)
-    simulated.run()
+    for count in [1] * 100 + [10]:  # the queue forgets the prose that it began with
+        simulated.add("earlier", *["x" * BATCH] * count)
+        simulated.run()
     return simulated
 
 
