@@ -65,7 +65,7 @@ class Batcher:
     ) -> None:
         """result_bytes: most bytes of results that are kept; 0 computes equal texts again.
 
-        watching: what surrounds each batch, such as Watchdog.watching.
+        watching: what surrounds each batch, its tokenising and each verification, such as Watchdog.watching.
         """
         self._watching = watching
         self._is_closed = False
@@ -238,19 +238,22 @@ class Batcher:
     def _run_batches(self) -> None:
         # Closed at once if this raises: the batch would count as computed, and keep others waiting.
         with contextlib.closing(self.queue.batches()) as batches:
-            for batch in batches:
-                try:
-                    with self._watching():
+            while True:
+                with self._watching():
+                    batch = next(batches, None)
+                    if batch is None:
+                        return
+                    try:
                         self._start(self.queue.start_more())
                         self._runner.run(batch)
-                except BaseException:
-                    self._runner.fail(batch)
-                    raise
-                if (late := self.queue.late()) is not None:
-                    self._runner.reject([late])
-                verifier = self.verifier
-                if verifier and verifier.is_overdue:
-                    verifier.verify_some()
+                    except BaseException:
+                        self._runner.fail(batch)
+                        raise
+                    if (late := self.queue.late()) is not None:
+                        self._runner.reject([late])
+                    verifier = self.verifier
+                    if verifier and verifier.is_overdue:
+                        verifier.verify_some()
 
     def _verify_later(self) -> None:
         verifier = self.verifier
@@ -265,7 +268,8 @@ class Batcher:
             return
         try:
             while verifier.has_work and self.queue.is_idle:
-                verifier.verify_some()
+                with self._watching():
+                    verifier.verify_some()
         finally:
             self.queue.end_idle_work()
             self._run_until_empty()

@@ -1,6 +1,7 @@
 """Several engine threads: batches that run at once, and requests whose parts are computed side by side."""
 
 import asyncio
+import contextlib
 import inspect
 import random
 import threading
@@ -254,6 +255,38 @@ async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_tim
     assert sum(map(len, engine.verified)) == 50
     # A verification begins when no batch runs. A batch may begin during a verification.
     assert set(verifying) == {0}
+
+
+async def test_tokenising_computing_and_verifying_are_watched():
+    engine, here, found = FakeEngine(stored=AnyText()), threading.local(), set()
+
+    @contextlib.contextmanager
+    def watching():
+        here.is_watched = True
+        yield
+        here.is_watched = False
+
+    def noting(name, method):
+        def noted(*arguments, **more):
+            found.add((name(*arguments), getattr(here, "is_watched", False)))
+            return method(*arguments, **more)
+
+        return noted
+
+    def kind(requests):
+        return "batch" if any(request.reuse for request in requests) else "verification"
+
+    engine.tokenize = noting(lambda *_: "tokenising", engine.tokenize)
+    engine.run = noting(kind, engine.run)
+    metrics = Metrics()
+    verifier = Verifier(engine, 1.0, metrics, random.Random(0))
+    limits = Limits(1000, 100, 1000, 10**6)
+    batcher = Batcher(engine, limits, metrics, verifier, watching=watching)
+    await submit(batcher, ["a"])
+    while verifier.has_work or batcher.queue._running:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(batcher.close)
+    assert found == {("tokenising", True), ("batch", True), ("verification", True)}
 
 
 def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count():
