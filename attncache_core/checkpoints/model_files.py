@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attncache_core.errors import UnsupportedModel
+from attncache_core.runtime.files import when_written
 
 # What files are that were cloned without Git LFS.
 _LFS_POINTER = b"version https://git-lfs"
@@ -29,16 +30,12 @@ def require_no_pointers(files: Sequence[Path]) -> None:
 
 def digest_of(path: Path) -> bytes:
     """Return the SHA-256 of a file, which is read once per process, and again if it changes."""
-    state = path.stat()
-    return _file_digest(path, (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+    return _file_digest(path, when_written(path))
 
 
 @cache
-def _file_digest(path: Path, state: tuple[int, ...]) -> bytes:  # noqa: ARG001
-    """Return the SHA-256 of a file. state: what changes with the file, and invalidates the cache.
-
-    A copy can keep the modification time, but not the time of the last change of the inode.
-    """
+def _file_digest(path: Path, _written: tuple[int, ...] | None) -> bytes:
+    """Return the SHA-256 of a file. _written: changes with the file, and invalidates the cache."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 

@@ -161,13 +161,16 @@ def refused_read(error: BaseException | None) -> OSError | None:
     return None
 
 
-def when_written(path: Path) -> tuple[int, int, int] | None:
-    """Return what differs whenever a file was written anew; None if there is none."""
+def when_written(path: Path) -> tuple[int, ...] | None:
+    """Return what differs whenever a file was written anew; None if there is none.
+
+    A copy can keep the modification time, but not the time of the last change of the inode.
+    """
     try:
         state = path.stat()
     except OSError:
         return None
-    return state.st_ino, state.st_size, state.st_mtime_ns
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def left_unfinished(folder: Path, name: str = "*") -> list[Path]:

@@ -59,7 +59,7 @@ def push(root: Path, url: str, progress: Progress) -> str:
     return f"{store.url}: {sent} of {len(pointer.files)} files sent, {pointer.bytes:,} bytes in all"
 
 
-def _listed(folder: Path) -> dict[Path, tuple[int, int, int] | None]:
+def _listed(folder: Path) -> dict[Path, tuple[int, ...] | None]:
     """Return the files that belong together, in order, each with what differs once it is written anew."""
     paths = sorted(
         path

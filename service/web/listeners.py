@@ -57,7 +57,7 @@ class Certificate:
             self.context = self._load()
             self._written = written
 
-    def _when_written(self) -> list[tuple[int, int, int] | None]:
+    def _when_written(self) -> list[tuple[int, ...] | None]:
         return [when_written(path) for path in (self._cert, self._key)]
 
     def _load(self) -> ssl.SSLContext:

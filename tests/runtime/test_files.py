@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from attncache_core.runtime.files import (
     locked_at_once,
     move_into_place,
     remove_unfinished,
+    when_written,
     write_whole,
 )
 
@@ -177,3 +179,15 @@ def test_file_has_the_given_mode_minus_the_umask(tmp_path, mode, umask, expected
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == expected
+
+
+def test_file_written_in_place_is_noticed_though_its_size_and_time_are_as_before(tmp_path):
+    path = tmp_path / "certificate.pem"
+    assert when_written(path) is None
+    path.write_bytes(b"before")
+    before, state = when_written(path), path.stat()
+    time.sleep(0.05)  # the clock of files has ticks of some milliseconds
+    path.write_bytes(b"after.")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+    assert when_written(path) != before
