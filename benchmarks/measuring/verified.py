@@ -12,15 +12,17 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import scipy
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.evaluation.tuning.measuring import service_batches
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy
-from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, find_shortfall, window_of
+from attncache_core.reuse.maps.verification import Window, window_of
 from benchmarks.measuring.hit_costs import LengthCount
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
+WINDOW_HITS = 200
 MIN_WINDOW_HITS = 50  # the mean of fewer hits says little
 
 
@@ -104,10 +106,23 @@ def count_windows(windows: Iterable[Sequence[float]], budget: Budget) -> tuple[i
     for fidelities in windows:
         for first in range(0, len(fidelities), WINDOW_HITS):
             window = fidelities[first : first + WINDOW_HITS]
-            fails = find_shortfall(window, budget) is not None
+            fails = _fails(window, budget)
             counted += fails or len(window) >= MIN_WINDOW_HITS
             kept += not fails and len(window) >= MIN_WINDOW_HITS
     return counted, kept
+
+
+def _fails(window: Sequence[float], budget: Budget) -> bool:
+    """Return whether the mean of a window is too low, or its share of harmed hits too large.
+
+    The share: with 95 % confidence (Clopper and Pearson 1934), of at least two harmed hits.
+    """
+    if len(window) >= MIN_WINDOW_HITS and not fmean(window) >= budget.least:
+        return True
+    harmed = int(budget.harmed(np.array(window)).sum())
+    if not budget.floor or harmed < 2:
+        return False
+    return float(scipy.special.betaincinv(harmed, len(window) - harmed + 1, 0.05)) > budget.allowed_harm
 
 
 def _dtype(engine: PrefillEngine) -> Any:

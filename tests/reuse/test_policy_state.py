@@ -99,10 +99,10 @@ def test_merging_takes_the_larger_steps_and_drops_hits_of_looser_policies(first,
     assert not windows
 
 
-def test_window_holds_the_last_200_hits_of_all_servers():
+def test_window_holds_the_last_1000_hits_of_all_servers():
     none = Steps((0, 0, 0), 0)
-    merged = found(none, 0.1, hits=150).merged(found(none, 0.2, hits=80))
-    assert dict(merged.windows)[FIRST] == (0.1,) * 120 + (0.2,) * 80
+    merged = found(none, 0.1, hits=950).merged(found(none, 0.2, hits=80))
+    assert dict(merged.windows)[FIRST] == (0.1,) * 920 + (0.2,) * 80
 
 
 # Keeping findings.

@@ -3,6 +3,14 @@
 A verified hit was computed a second time, in full. Its fidelity is the measure of the two outputs. A window
 holds the last verified hits of one length group and one band of strangeness, so many good hits of usual texts
 cannot hide a few bad hits of unusual texts.
+
+A window is judged again and again while a server runs, so a test that errs once in twenty looks would fail
+every policy in time. The judgement is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo 2023). At each
+hit, somebody begins to bet with a capital of 1, and bets a part of it on each later hit: that the hit loses
+more than the budget allows. If hits lose just what the budget allows, the bets are fair: no capital grows on
+average, and the sum of all capitals grows by 1 per hit. So at least `EVIDENCE` hits pass on average until the
+sum reaches `EVIDENCE` by chance. If hits lose more, capitals grow exponentially, also those of bets that
+began after the hits became worse.
 """
 
 from __future__ import annotations
@@ -11,19 +19,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import fmean
 
 import numpy as np
-import scipy
 
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
 from attncache_core.runtime.stored import Stored
 
-WINDOW_HITS = 200  # number of verified hits in a full window
-_MIN_FOR_A_MEAN = 50  # hits; the mean of fewer hits says little
-# The budget allows one harmed hit in a hundred, and this hit may be among the first five hits of a window.
-_MIN_HARMED = 2
-_CONFIDENCE = 0.95
+WINDOW_HITS = 1000  # number of verified hits in a full window
+EVIDENCE = 1000.0  # the sum of capitals at which a budget counts as failed
+# The part of a capital that a hit without loss costs. Large parts find large losses sooner.
+_BETS = np.array([[0.01], [0.04], [0.16]])
+_ROUNDING = 1e-6  # by which the cosine of equal outputs may differ from 1
 
 
 class Band(StrEnum):
@@ -64,18 +70,19 @@ def window_of(policy: ReusePolicy, length: int, strangeness: float) -> Window:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The figures of a window that does not keep the budget."""
+    """The last hits of a window, which do not keep the budget."""
 
     hits: int
     mean: float  # mean of the measure over the hits
     harmed: int  # number of harmed hits; see Budget.harmed
+    is_of_mean: bool  # whether the mean is too low; otherwise, too many hits are below the floor
 
     def reason(self, budget: Budget) -> str:
         """Return which part of the budget is not kept, for people."""
-        if _mean_fails(self.hits, self.mean, budget):
+        if self.is_of_mean:
             return (
-                f"mean {budget.measure.value} {self.mean:.4f} of the last {self.hits} verified hits is below "
-                f"the budget {budget.least:.4f}"
+                f"mean {budget.measure.value} {self.mean:.5f} of the last {self.hits} verified hits is below "
+                f"the budget {budget.least:.5f}"
             )
         return (
             f"{self.harmed} of the last {self.hits} verified hits are below {budget.measure.value} "
@@ -84,31 +91,34 @@ class Shortfall:
 
 
 def find_shortfall(fidelities: Sequence[float], budget: Budget) -> Shortfall | None:
-    """Return the Shortfall of hits with these fidelities, in any order; None if the hits keep the budget.
+    """Return the Shortfall of hits with these fidelities, oldest first; None if nothing shows one.
 
-    Hits fail the budget if there are at least 50 hits and the mean is too low. They also fail if at least two
-    hits are below the floor and, with 95 % confidence (Clopper and Pearson 1934), the share of hits below the
-    floor is larger than the budget allows. A fidelity of nan counts as too low and as harmed. A budget that
-    does not bind is always kept.
+    Hits fail the budget if their mean is too low, or if the share of hits below the floor is larger than the
+    budget allows. A fidelity of nan counts as -1 and as harmed. A budget that does not bind is always kept.
     """
-    if not budget.binds:
-        return None
-    hits, mean = len(fidelities), fmean(fidelities)
-    harmed = int(budget.harmed(np.array(fidelities)).sum())
-    fails = _mean_fails(hits, mean, budget) or _floor_fails(hits, harmed, budget)
-    return Shortfall(hits, mean, harmed) if fails else None
-
-
-def _mean_fails(hits: int, mean: float, budget: Budget) -> bool:
-    return hits >= _MIN_FOR_A_MEAN and not mean >= budget.least
-
-
-def _floor_fails(hits: int, harmed: int, budget: Budget) -> bool:
+    found = np.array(fidelities)
+    harmed, lowest = budget.harmed(found), np.nan_to_num(found, nan=-1.0)
+    failing = _failing(1 - lowest, 1 - budget.least) if budget.least else 0
+    is_of_mean = bool(failing)
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
-    if not budget.floor or harmed < _MIN_HARMED:
-        return False
-    share = float(scipy.special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
-    return share > budget.allowed_harm
+    if not failing and budget.floor:
+        failing = _failing(harmed, budget.allowed_harm)
+    if not failing:
+        return None
+    return Shortfall(failing, float(lowest[-failing:].mean()), int(harmed[-failing:].sum()), is_of_mean)
+
+
+def _failing(losses: np.ndarray, allowed: float) -> int:
+    """Return how many of the last hits show that hits lose more than allowed; 0 if nothing shows it.
+
+    losses: of hits, [n], oldest first, at least 0. allowed: their mean. The mean loss of the hits that are
+    returned is larger.
+    """
+    growth = 1 + _BETS * (losses[::-1] / max(allowed, _ROUNDING) - 1)
+    with np.errstate(over="ignore"):
+        # Of each bet that began with the last hit, with the last two, and so on.
+        capitals = growth.cumprod(axis=1).mean(axis=0)
+    return int(capitals.argmax()) + 1 if capitals.sum() >= EVIDENCE else 0
 
 
 class VerifiedHits:
