@@ -71,11 +71,13 @@ async def explain_text(call: CurrentCall) -> Response:
             raise InvalidInput("give segments and query with debug=blend, and no input", field="segments")
         separator = call.state.settings.segment_separator
         async with call.state.explaining:
+            await call.require_client()
             found = await asyncio.to_thread(explain_blend, engine, body.segments, body.query, separator, salt)
         return json_response(found)
     if body.input is None or body.segments is not None or body.query is not None:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
+        await call.require_client()
         with named("input", lambda _: "input"):
             explained = await asyncio.to_thread(_explained, engine, body.input, salt)
     source = sources.Texts([body.input], call.state.settings.truncate)

@@ -237,7 +237,12 @@ class Call:
         return result
 
     async def require_client(self) -> None:
-        """Raise ClientGone if the client has left. The body must have been read."""
+        """Raise DeadlineExceeded if the request's time is over, and ClientGone if the client has left.
+
+        The body must have been read.
+        """
+        if not self.seconds_left:
+            raise self._overdue()
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 await self._until_gone()

@@ -287,6 +287,17 @@ async def test_overdue_request_is_dropped_and_the_next_one_served():
     assert engine.batches == [["busy"], ["next"]]
 
 
+async def test_explanation_that_is_overdue_when_its_turn_comes_is_not_computed(monkeypatch):
+    monkeypatch.setattr("service.routes.explain.explain", lambda *_, **__: pytest.fail("computed"))
+    async with serving(admin=True) as client:
+        async with client._transport.app.state.service.explaining:
+            late = {"X-AttnCache-Timeout": "0.01"}
+            pending = asyncio.create_task(client.post("/explain", json={"input": "text"}, headers=late))
+            await asyncio.sleep(0.05)
+        refused = await pending
+    assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
 async def test_servers_deadline_holds_without_a_header_and_a_header_cannot_extend_it():
     engine = FakeEngine()
     async with serving(engine, request_seconds=0.05) as client:
