@@ -86,8 +86,8 @@ def calibrate(
     within the budget, measured on the given texts that are not in the database. The budget is a mean over the
     hits of each group of lengths, whose 95 % bound must be inside. Without classes, the mean is the cosine to
     the full model's embedding. With classes (of the model, a classifier or labels), the mean is the share of
-    hits that keep the full model's decision. In addition, 99 of 100 hits keep --min-text-cosine, and texts that do
-    not resemble the given texts are computed in full. Restart running servers afterwards.
+    hits that keep the full model's decision. In addition, 99 of 100 hits keep --min-text-cosine, and texts
+    that do not resemble the given texts are computed in full. Restart running servers afterwards.
 
     With --segments: the share of reused tokens is chosen that must be computed again, so that answers keep
     the budget. A calibration that was stopped continues.
