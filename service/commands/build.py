@@ -44,7 +44,7 @@ def min_text_cosine_option(of: str, model: str) -> Callable[[Command], Command]:
     return _bound(
         "min_text_cosine",
         f"Quality budget of single texts: 99 of 100 {of} have at least this cosine to the output of the "
-        f"{model}. 0 sets no such budget.",
+        f"{model}. 0 sets no such budget: then a few {of} may lose much.",
     )
 
 
