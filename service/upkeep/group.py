@@ -108,6 +108,8 @@ class Group:
         await self._look()
         loops = (
             repeated(self._look, _LOOK_SECONDS),
+            # By itself, because it waits while hits are verified.
+            repeated(self._share_findings, _LOOK_SECONDS),
             repeated(lambda: self._do(obey), _LOOK_SECONDS),
             repeated(self._publish, _PUBLISH_SECONDS),
         )
@@ -163,7 +165,6 @@ class Group:
         await self._store.put(f"alive/{self.process}", b"", _ALIVE_SECONDS)
         if self.is_serving:
             await self._store.put(f"serving/{self.worker.number}", b"%d" % os.getpid())
-        await self._share_findings()
 
     async def _publish(self) -> None:
         # In a thread, because the engine describes itself in milliseconds.

@@ -5,12 +5,13 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, starting
 from raw_http import request_and_leave
-from running import until
+from running import Clock, until
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -300,6 +301,39 @@ async def test_worker_is_ready_though_the_store_fails(tmp_path):
     with pytest.raises(StoreUnavailable):
         await group._look()
     assert group.worker.ready.exists()
+
+
+async def no_answer(_):
+    return b""
+
+
+async def test_worker_keeps_its_locks_while_it_waits_for_its_own_verification(tmp_path, monkeypatch):
+    monkeypatch.setattr("service.upkeep.group._LOOK_SECONDS", 0.01)
+    store, waits, may_follow = LocalStore(), threading.Event(), threading.Event()
+
+    class Verifying:
+        """A verifier that is verifying when another worker has tightened the policy."""
+
+        subject = "policy"
+
+        def steps(self):
+            return [0]
+
+        def follow(self, _):
+            waits.set()
+            may_follow.wait()
+
+    group = Group(Worker(0, 2, tmp_path), store, Metrics())
+    await store.put("findings/Verifying/policy", b"[1]")
+    await group.start(no_answer)
+    group.verifier = Verifying()
+    try:
+        await until(waits.is_set)
+        await store.put(f"alive/{group.process}", None)  # as if it had expired
+        await until(lambda: store.count(f"alive/{group.process}"))
+    finally:
+        may_follow.set()
+        await group.close()
 
 
 async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_asks_of_all(tmp_path):
