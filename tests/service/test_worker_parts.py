@@ -307,6 +307,17 @@ async def no_answer(_):
     return b""
 
 
+async def test_worker_keeps_its_locks_until_it_has_not_looked_for_some_seconds(tmp_path):
+    clock = Clock()
+    store = LocalStore(clock=clock)
+    group = Group(Worker(0, 2, tmp_path), store, Metrics())
+    await group._look()
+    clock.seconds = 4.9
+    assert await store.get(f"alive/{group.process}") is not None
+    clock.seconds = 5.1
+    assert await store.get(f"alive/{group.process}") is None
+
+
 async def test_worker_keeps_its_locks_while_it_waits_for_its_own_verification(tmp_path, monkeypatch):
     monkeypatch.setattr("service.upkeep.group._LOOK_SECONDS", 0.01)
     store, waits, may_follow = LocalStore(), threading.Event(), threading.Event()
