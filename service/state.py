@@ -52,6 +52,7 @@ class Pause:
     """What loads has nothing to do for some seconds, unless the app ends before."""
 
     seconds: float
+    preparing: str | None = None  # what is prepared meanwhile, in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class ServiceState:
         try:
             for loaded in self._load_engines():
                 if isinstance(loaded, Pause):
-                    self.preparing = None
+                    self.preparing = loaded.preparing
                     if self._ended.wait(loaded.seconds):
                         return
                     continue

@@ -8,10 +8,9 @@
         could reuse pay on this machine?      seconds                       calibration/prospect.py
         build the database                    minutes, in another process   loading/rebuild.py
         load it: the next engine              replaces the first one between two batches
-        measure the gain                      seconds                       calibration/gain.py
 
-Measurements wait while requests are computed. If other programs use the processors, a measurement decides
-nothing, and is tried again later.
+What follows the database from then on measures the gain (renewals.py). Measurements wait while requests are
+computed. If other programs use the processors, a measurement decides nothing, and is tried again later.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ def load_engines(settings: Settings, checkpoint: Checkpoint, *, builds: bool = T
             reason = DAMAGED
         else:
             yield engine
-            yield from _measured(engine, settings)
             return
     engine = load_engine(settings.model_copy(update={"maps": False}), checkpoint)
     engine.reuse_off.append(reason)
@@ -124,9 +122,7 @@ def _with_new_database(engine: PrefillEngine, settings: Settings, builds: bool) 
         engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-    replacement = load_replacement(engine, settings)
-    yield replacement
-    yield from _measured(replacement, settings)
+    yield load_replacement(engine, settings)
 
 
 def _build(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
@@ -143,14 +139,6 @@ def _could_pay(engine: PrefillEngine, settings: Settings) -> bool:
     texts = [sentence.text for sentence in default_corpus()]
     lengths = Counter(len(ids) for ids in engine.tokenize(texts))
     return could_pay(engine, lengths, settings.min_gain, engine.runs.idle_mark)
-
-
-def _measured(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
-    """Measure the gain of reuse while `engine` serves, unless it is known."""
-    if engine.map_reuse and engine.map_reuse.awaits_gain:
-        measure = partial(require_gain, engine, settings.min_gain, idle_mark=engine.runs.idle_mark)
-        yield from _when_quiet(MEASURING_GAIN, measure)
-        logger.info("reuse     %s", expected_savings(engine))
 
 
 def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:

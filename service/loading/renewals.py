@@ -5,6 +5,7 @@
       another one, which can be opened  serves from the next batch on; running batches keep the one before
       another one, which cannot         one line in the log; tried again after a minute, then ever more rarely
 
+The gain of an engine is measured first, if it is not known (calibration/gain.py). The looks go on meanwhile.
 If the mask and the weights of both generations are equal, the engines share the model. Otherwise a second
 engine is loaded, and memory holds the model twice until the first has run its last batch.
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from attncache_core import (
     AttentionDatabase,
@@ -28,6 +31,7 @@ from attncache_core import (
 from attncache_core.reuse.maps.generations import Generation, current_generation
 from service.loading.engines import MEASURING_GAIN, load_replacement, prepare_reuse
 from service.loading.regular_renewals import RegularRenewals
+from service.loading.summary import expected_savings
 from service.settings import Settings
 from service.state import Loaded, Pause
 
@@ -70,6 +74,10 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     seen: Generation | str = served.generation  # what the last look has found
     retry_at, wait, told = math.inf, _RETRY_SECONDS, ""
     while True:
+        if engine.map_reuse.awaits_gain:
+            yield from _measuring(engine, engine, settings)
+            if not engine.map_reuse.awaits_gain:
+                logger.info("reuse     %s", expected_savings(engine))
         yield Pause(SECONDS_BETWEEN_LOOKS)
         engine.map_reuse.adopt_findings()
         found = _look(served)
@@ -132,13 +140,50 @@ def _of_current_generation(
 def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     """Measure the gain of the next engine while the present one serves, unless it is known.
 
-    Waits while other programs use the processors, as long as the generation stays current.
+    Waits while other programs use the processors, as long as the generation stays current. Yields pauses
+    meanwhile, and the present engine adopts what other servers find. Both may be the same engine.
     """
     reuse = replacement.map_reuse
     assert reuse is not None
-    while reuse.awaits_gain and _look(reuse.database) == reuse.database.generation:
+    assert engine.map_reuse is not None
+    measure = partial(require_gain, replacement, settings.min_gain, idle_mark=engine.runs.idle_mark)
+    wait, generation = _RETRY_SECONDS, reuse.database.generation
+    while reuse.awaits_gain and _look(reuse.database) == generation:
         yield MEASURING_GAIN
         try:
-            require_gain(replacement, settings.min_gain, idle_mark=engine.runs.idle_mark)
-        except MachineBusy:
-            yield Pause(_RETRY_SECONDS)
+            for pause in _while_running(measure, MEASURING_GAIN):
+                engine.map_reuse.adopt_findings()
+                yield pause
+        except MachineBusy as busy:
+            line = (
+                f"{busy}: maps of generation {generation.number} are not reused, and the gain is measured "
+                f"again in {wait / 60:.0f} min"
+            )
+            yield line
+            retry_at, wait = time.monotonic() + wait, min(2 * wait, _MAX_RETRY_SECONDS)
+            while time.monotonic() < retry_at and _look(reuse.database) == generation:
+                engine.map_reuse.adopt_findings()
+                yield Pause(SECONDS_BETWEEN_LOOKS, line)
+
+
+def _while_running(work: Callable[[], None], line: str) -> Iterator[Pause]:
+    """Call a function in a thread, and yield a pause each second until it returns. Raises what it raises.
+
+    line: what is prepared meanwhile.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    # A daemon, because the process does not wait for the measurement at its end.
+    thread = threading.Thread(target=run, name="measure", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(SECONDS_BETWEEN_LOOKS)
+        yield Pause(0.0, line)
+    if failures:
+        raise failures[0]

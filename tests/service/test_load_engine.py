@@ -152,30 +152,22 @@ def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_meas
     assert len([engine for engine in loaded if isinstance(engine, PrefillEngine)]) == 2
 
 
-def test_measurement_is_tried_again_later_and_later_while_the_machine_is_busy(
-    tiny_checkpoint, tiny_database, monkeypatch
+def test_prospect_is_measured_later_and_later_while_the_machine_is_busy(
+    tiny_checkpoint, tmp_path, builds, monkeypatch
 ):
     slept = []
     monkeypatch.setattr(loading.time, "sleep", slept.append)
-    refusals = 8
 
-    def measure(engine, _min_gain, *, measure=True, **_how):
-        engine.map_reuse.reuse_in(())
-        engine.map_reuse.awaits_gain = True
-        if measure and len(slept) < refusals:
+    def could_pay(*_):
+        if len(slept) < 8:
             raise MachineBusy("others compute")
-        if measure:
-            engine.map_reuse.reuse_in(None)
+        return True
 
-    monkeypatch.setattr(loading, "require_gain", measure)
-    settings = read_settings({"dtype": "float32", "database": str(tiny_database)})
-    loaded = load_engines(settings, tiny_checkpoint)
-    engine = next(loaded)
-    assert prefill(engine, engine.tokenize(["my card my card"])).outcomes == (Outcome.SKIPPED_BY_COST,)
-    lines = list(loaded)
+    monkeypatch.setattr(loading, "could_pay", could_pay)
+    _, *lines, _ = first_start(tiny_checkpoint, tmp_path)
     assert slept == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     assert lines[:2] == [
-        loading.MEASURING_GAIN,
+        loading.MEASURING_PROSPECT,
         "others compute: the server goes on without reuse, and measures again in 1 min",
     ]
-    assert not engine.map_reuse.awaits_gain
+    assert len(builds) == 1

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from following import following, publish
 from following import serving as serving_database
-from running import until, until_metric
+from running import Clock, until, until_metric
 
 from attncache_core import (
     AttentionDatabase,
@@ -38,7 +38,7 @@ from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.publishing import roll_back
 from attncache_core.runtime.files import write_whole
-from service.loading import renewals
+from service.loading import engines, renewals
 from service.loading.engines import MEASURING_GAIN
 from service.observability.metrics import Metrics
 from service.state import Pause
@@ -49,6 +49,7 @@ from service.upkeep.verifier import Verifier
 SWAPS = int(os.environ.get("ATTNCACHE_SWAPS", "6"))
 MEBIBYTE = 2**20
 serving = partial(serving_database, result_memory_bytes=0)
+WHILE_MEASURING = Pause(0.0, MEASURING_GAIN)
 
 
 @pytest.fixture(autouse=True)
@@ -398,6 +399,7 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
     loaded = following(tiny_checkpoint, root)
     first = next(loaded)
     attempts = []
+    monkeypatch.setattr(renewals, "_RETRY_SECONDS", 0.01)
 
     def require_gain(engine, _, idle_mark):
         attempts.append((engine.map_reuse.database.generation.number, idle_mark()))
@@ -412,11 +414,89 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
     monkeypatch.setattr(renewals, "prepare_reuse", prepare)
     assert isinstance(next(loaded), Pause)
     publish(root, tiny_prototypes_database)
-    assert next(loaded) == MEASURING_GAIN
-    assert next(loaded) == Pause(60)
-    assert next(loaded) == MEASURING_GAIN
-    assert next(loaded).map_reuse.database.generation.number == 1
+    second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    assert second.map_reuse.database.generation.number == 1
     assert attempts == [(1, first.runs.idle_mark())] * 2
+
+
+@pytest.fixture
+def gain_of(monkeypatch):
+    """A dictionary: generation -> what measures its gain."""
+    measures = {}
+
+    def require_gain(engine, *_, measure=True, **__):
+        number = engine.map_reuse.database.generation.number
+        engine.map_reuse.awaits_gain = number in measures
+        if measure:
+            measures[number]()
+            engine.map_reuse.awaits_gain = False
+
+    monkeypatch.setattr(engines, "require_gain", require_gain)
+    monkeypatch.setattr(renewals, "require_gain", require_gain)
+    return measures
+
+
+def busy():
+    raise MachineBusy("others compute")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["at the start", "of the next generation"])
+def test_gain_is_measured_ever_more_rarely_while_the_machine_is_busy_and_looks_go_on(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, gain_of, number
+):
+    clock, measured_at, adopted_at = Clock(), [], []
+    monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 20.0)
+    monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=clock))
+
+    def measure():
+        measured_at.append(clock())
+        if len(measured_at) < 9:
+            busy()
+
+    gain_of[number] = measure
+    loaded = following(tiny_checkpoint, root)
+    first = next(loaded)
+    monkeypatch.setattr(first.map_reuse, "adopt_findings", lambda: adopted_at.append(clock()))
+    if number:
+        publish(root, tiny_prototypes_database)
+    lines = []
+    while len(measured_at) < 9:
+        found = next(loaded)
+        if isinstance(found, Pause):
+            clock.seconds += found.seconds
+        else:
+            lines.append(found)
+    assert np.diff(measured_at).tolist() == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    waits = np.diff(adopted_at)
+    assert waits.max() <= 20
+    assert lines[0] == MEASURING_GAIN
+    assert lines[1] == (
+        f"others compute: maps of generation {number} are not reused, and the gain is measured again in 1 min"
+    )
+
+
+def test_generation_is_followed_before_the_gain_of_the_first_one_is_known(
+    tiny_checkpoint, tiny_prototypes_database, root, gain_of
+):
+    gain_of[0] = busy
+    loaded = following(tiny_checkpoint, root)
+    assert next(loaded).map_reuse.awaits_gain
+    publish(root, tiny_prototypes_database)
+    second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    assert second.map_reuse.database.generation.number == 1
+
+
+def test_looks_go_on_while_a_measurement_waits_for_requests(tiny_checkpoint, root, gain_of):
+    may_measure, adopted = threading.Event(), []
+    gain_of[0] = may_measure.wait
+    loaded = following(tiny_checkpoint, root)
+    reuse = next(loaded).map_reuse
+    reuse.adopt_findings = lambda: adopted.append(True)
+    assert [next(loaded) for _ in range(3)] == [MEASURING_GAIN, WHILE_MEASURING, WHILE_MEASURING]
+    assert len(adopted) == 2
+    may_measure.set()
+    assert next(found for found in loaded if found != WHILE_MEASURING) == Pause(0.01)
+    assert not reuse.awaits_gain
 
 
 def test_generation_that_is_taken_back_while_its_gain_is_measured_does_not_serve(
@@ -434,7 +514,8 @@ def test_generation_that_is_taken_back_while_its_gain_is_measured_does_not_serve
     )
     assert next(loaded) == Pause(0.01)
     publish(root, tiny_prototypes_database)
-    assert [next(loaded) for _ in range(3)] == [MEASURING_GAIN, Pause(0.01), Pause(0.01)]
+    looks = (found for found in loaded if found != WHILE_MEASURING)
+    assert [next(looks) for _ in range(3)] == [MEASURING_GAIN, Pause(0.01), Pause(0.01)]
     assert not caplog.messages  # neither an error nor a generation that serves from now on
 
 
@@ -449,9 +530,8 @@ def test_unexpected_error_of_a_measurement_does_not_end_the_following(
         )
         patch.setattr(renewals, "require_gain", lambda *_, **__: 1 / 0)
         publish(root, tiny_prototypes_database)
-        assert next(loaded) == Pause(0.01)
-        assert next(loaded) == MEASURING_GAIN
-        assert next(loaded) == Pause(0.01)
+        looks = (found for found in loaded if found != WHILE_MEASURING)
+        assert [next(looks) for _ in range(3)] == [Pause(0.01), MEASURING_GAIN, Pause(0.01)]
     assert "generation 1 cannot be used: division by zero; generation 0 serves on" in caplog.text
     publish(root, tiny_prototypes_database)
     assert next(loaded).map_reuse.database.generation.number == 2
