@@ -31,7 +31,7 @@ from service.observability.logs import log_access
 from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
-from service.store import LocalStore, Store
+from service.store import LocalStore, SqliteStore, Store
 from service.upkeep.blend_verifier import BlendVerifier
 from service.upkeep.group import Group, Worker, repeated
 from service.upkeep.sampling import Sampling
@@ -65,6 +65,7 @@ Loaded = PrefillEngine | str | Pause | FetchFailed
 
 _RETRY_SECONDS = 2
 _LOOK_SECONDS = 2.0
+_DROP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ class ServiceState:
         self.settings = settings
         self.metrics = Metrics()
         bounds = settings.max_sessions, CAPACITY_BYTES
-        shared: Store = worker.store("shared") if worker else LocalStore()
+        shared = worker.store("shared") if worker else LocalStore()
+        self._stores: list[LocalStore | SqliteStore] = [shared]  # of this process or of this machine
         self._of_all = _shared_stores(settings, self.metrics)
         self._findings = _shared_findings(settings)
         parts = [part for part in (self._of_all, self._findings) if part is not None]
@@ -135,7 +137,9 @@ class ServiceState:
         else:
             # No file is opened that no worker keeps open: SQLite would remove parts of it, and the supervisor
             # ends the server where files of its workers are gone.
-            histories = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
+            local = worker.store("sessions", *bounds) if worker else LocalStore(*bounds)
+            self._stores.append(local)
+            histories = local
         self.sessions = Sessions(
             histories,
             shared,
@@ -174,7 +178,7 @@ class ServiceState:
         self._serving: Serving | None = None
         self.preparing: str | None = None  # what is prepared behind the requests, in one line
         self._ended = threading.Event()  # set when the app ends
-        self._looking: asyncio.Task[None] | None = None  # at what other machines have found
+        self._repeated: list[asyncio.Task[None]] = []
 
     def serving(self) -> Serving:
         """Return the engine and its parts. Raises NotReady while the engine is loading."""
@@ -197,16 +201,18 @@ class ServiceState:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
         self.watchdog.start(loop)
+        self._repeated.append(loop.create_task(repeated(self._drop_expired, _DROP_SECONDS)))
         if self.settings.shared is not None:
-            self._looking = loop.create_task(repeated(self._look_at_other_machines, _LOOK_SECONDS))
+            look = repeated(self._look_at_other_machines, _LOOK_SECONDS)
+            self._repeated.append(loop.create_task(look))
         if self.finished is not None:
             self.finished.start()
 
     async def close(self) -> None:
         """Finish queued requests and stop all threads."""
         self._ended.set()
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._repeated:
+            task.cancel()
         if self._serving is not None:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
@@ -223,6 +229,11 @@ class ServiceState:
             await self._of_all.close()
         if self._findings is not None:
             await asyncio.to_thread(self._findings.close)
+
+    async def _drop_expired(self) -> None:
+        """Drop histories that have expired, because they hold users' texts, also if no request comes."""
+        for store in self._stores:
+            await store.drop_expired()
 
     async def _look_at_other_machines(self) -> None:
         if self._serving is not None and self._findings is not None:

@@ -104,6 +104,12 @@ class LocalStore:
         now = self._clock()
         return sum(expires > now and key.startswith(prefix) for key, (expires, _) in self._entries.items())
 
+    async def drop_expired(self) -> None:
+        """Drop all values that have expired. Without calls, they are kept until something is stored."""
+        now = self._clock()
+        for key in [key for key, (expires, _) in self._entries.items() if expires <= now]:
+            self._drop(key)
+
     def _trim(self) -> None:
         now = self._clock()
         while self._entries:
@@ -172,7 +178,7 @@ class SqliteStore:
         self._written += len(value)
         if self._writes >= _WRITES_PER_TRIM or self._written > self._max_bytes * _TRIM_SHARE:
             self._writes = self._written = 0
-            self._trim(now)
+            await self._trim()
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None = None
@@ -197,9 +203,16 @@ class SqliteStore:
         query = "SELECT COUNT(*) FROM entries WHERE substr(key, 1, ?) = ? AND expires > ?"
         return int(self._run(query, len(prefix), prefix, time.monotonic()).fetchone()[0])
 
-    def _trim(self, now: float) -> None:
+    async def drop_expired(self) -> None:
+        """Drop all values that have expired. Without calls, they are kept until much is stored.
+
+        Raises StoreUnavailable.
+        """
         expired = "SELECT key FROM entries WHERE expires <= ?"
-        self._run(f"DELETE FROM entries WHERE key IN ({expired})", now)
+        self._run(f"DELETE FROM entries WHERE key IN ({expired})", time.monotonic())
+
+    async def _trim(self) -> None:
+        await self.drop_expired()
         of_one = f"LENGTH(key) + bytes + {_ENTRY_BYTES}"
         totals = self._run(f"SELECT COUNT(*), TOTAL({of_one}) FROM entries").fetchone()
         if totals[0] > self._max_entries or totals[1] > self._max_bytes:

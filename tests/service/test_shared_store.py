@@ -8,11 +8,11 @@ from array import array
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, embedding_of, serving
+from fake_engine import FakeEngine, embedding_of, ready, serving, starting
 from forked import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Clock
+from running import Clock, until
 from valkeys import running_valkey
 
 from service.access.quotas import Quotas, QuotaUse
@@ -37,6 +37,7 @@ STEPS = st.lists(
         st.tuples(st.just("compare_and_set"), KEYS, st.none() | VALUES, st.none() | VALUES, SECONDS),
         st.tuples(st.just("count"), st.sampled_from(["", "a", "ab", "a%", "c"])),
         st.tuples(st.just("wait"), st.sampled_from([0.5, 1.0, 5.0])),
+        st.tuples(st.just("drop_expired")),
     ),
     max_size=40,
 )
@@ -66,6 +67,9 @@ class Model:
             return False
         self.put(key, value, seconds)
         return True
+
+    def drop_expired(self):
+        pass  # nobody sees it
 
     def count(self, prefix):
         return sum(
@@ -126,7 +130,7 @@ def valkey(tmp_path_factory):
 @given(steps=STEPS)
 async def test_shared_store_does_what_a_dictionary_does(valkey, steps):
     # Its clock is the server's, so nothing expires here.
-    still = [step for step in steps if step[0] != "wait"]
+    still = [step for step in steps if step[0] not in ("wait", "drop_expired")]
     valkey.ask("FLUSHALL")
     stores = SharedStores(SharedAddress.parse(valkey.url), pytest.fail)
     await stores.store("another*").put("a", b"of another use")
@@ -164,6 +168,41 @@ async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind, tm
         assert await store.get("00") is not None
         assert await store.get("63") is not None
         assert await store.get("40") is None
+
+
+def kept_in(store):
+    """Return the number of values that are kept, expired ones too."""
+    if isinstance(store, LocalStore):
+        return len(store._entries)
+    return store._run("SELECT COUNT(*) FROM entries").fetchone()[0]
+
+
+@pytest.mark.parametrize("kind", ["local", "sqlite"])
+async def test_expired_values_are_dropped_though_nothing_is_stored_and_an_older_value_stays(
+    kind, tmp_path, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr("service.store.time.monotonic", clock)
+    store = LocalStore(clock=clock) if kind == "local" else SqliteStore(tmp_path / "a.sqlite")
+    await store.put("stays", b"value")
+    for number in range(3):
+        await store.put(f"{number}", b"value", 60)
+    clock.seconds = 61
+    assert kept_in(store) == 4
+    await store.drop_expired()
+    assert kept_in(store) == await store.count() == 1
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one process", "workers"])
+async def test_server_that_nobody_asks_forgets_histories_that_have_expired(several, tmp_path, monkeypatch):
+    monkeypatch.setattr("service.state._DROP_SECONDS", 0.01)
+    worker = Worker(0, 1, tmp_path) if several else None
+    body = {"session_id": "s", "transcript": "a"}
+    async with starting(FakeEngine, worker=worker, session_ttl_seconds=0.2) as client:
+        await ready(client)
+        assert (await client.post("/embed", json=body)).status_code == 200
+        histories = client._transport.app.state.service.sessions._histories
+        await until(lambda: kept_in(histories) == 0)
 
 
 def count_up(path, both_begin):
