@@ -57,10 +57,12 @@ class QuotaUse:
         quotas: Quotas,
         *stores: Store,
         max_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         process: str | None = None,
     ) -> None:
-        """name: of the key's holder. stores: the first one that can be used counts.
+        """name: of the key's holder. stores: the first one that can be used counts; only the last one is of
+        this machine. clock: by default, the time of day if there are several stores, because machines share
+        it, and otherwise the time since the machine started, which nobody sets.
 
         max_seconds: that a request may take. A process that was killed no longer counts as having requests in
         flight after that time. process: the name of this process, without a dot, if the last store holds
@@ -70,7 +72,7 @@ class QuotaUse:
         self._quotas = quotas
         self._stores = stores
         self._max_seconds = max_seconds
-        self._clock = clock
+        self._clock = clock or (time.time if len(stores) > 1 else time.monotonic)
         self._alive_in = stores[-1] if process is not None else None
         # A process has several uses of one key if its quotas change while requests are answered.
         self._process = f"{process or ''}.{secrets.token_hex(8)}"
@@ -88,7 +90,7 @@ class QuotaUse:
 
         def count(used: _Used) -> None:
             maximum, now = self._quotas.in_flight, self._clock()
-            if maximum is not None and used.total_in_flight(now) >= maximum:
+            if maximum is not None and used.total_in_flight(now, self._max_seconds) >= maximum:
                 raise QuotaExceeded(
                     f"the key has {maximum} requests in flight, which is all that it may have",
                     quota="in_flight",
@@ -323,9 +325,12 @@ class _Used:
         buckets = [bucket.seconds_until_full(now) for bucket in (self.requests, self.tokens) if bucket]
         return max([1.0, *buckets, *(ends_at - now for _, ends_at in self.in_flight.values())])
 
-    def total_in_flight(self, now: float) -> int:
+    def total_in_flight(self, now: float, max_seconds: float) -> int:
+        # As for buckets, a clock that is ahead by more than a minute is not believed: what its process has
+        # counted would count long after the process was killed.
+        latest = now + max_seconds + _FULL_SECONDS
         self.in_flight = {
-            process: requests for process, requests in self.in_flight.items() if requests[1] > now
+            process: requests for process, requests in self.in_flight.items() if now < requests[1] <= latest
         }
         return sum(count for count, _ in self.in_flight.values())
 

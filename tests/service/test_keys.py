@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, serving
@@ -276,6 +277,33 @@ async def test_process_that_was_killed_has_nothing_in_flight(end):
         await store.put("alive/one", None)
         assert await of_workers[1].begin()
     assert await refused(of_workers[1]) == ("in_flight", 1)
+
+
+async def test_requests_that_a_clock_far_ahead_has_counted_are_not_in_flight_for_long():
+    store, clock, ahead = LocalStore(), Clock(), Clock()
+    use, near, far = (use_of(Quotas(in_flight=2), time, store) for time in (clock, ahead, lambda: 1e5))
+    await far.begin()
+    ahead.seconds = 50
+    await near.begin()
+    assert await use.begin()
+    assert await refused(use) == ("in_flight", 1)
+
+
+async def test_changed_time_of_day_changes_no_quota_of_one_machine(monkeypatch):
+    of_day, since_start = Clock(), Clock()
+    monkeypatch.setattr(quotas, "time", SimpleNamespace(time=of_day, monotonic=since_start))
+    alone, of_machines = (
+        QuotaUse("k", Quotas(requests_per_minute=2), *stores, max_seconds=100)
+        for stores in ([LocalStore()], [LocalStore(), LocalStore()])
+    )
+    for use in (alone, of_machines):
+        await begin(use, 2)
+    of_day.seconds = 3600.0
+    assert await refused(alone) == ("requests_per_minute", 30)
+    await begin(of_machines, 2)
+    since_start.seconds = 60.0
+    await begin(alone, 2)
+    assert await refused(of_machines) == ("requests_per_minute", 30)
 
 
 async def test_retry_after_is_right_when_the_clock_goes_back():
