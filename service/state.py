@@ -150,8 +150,12 @@ class ServiceState:
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
         self.answers = ByteBudget(settings.max_inflight_bytes, "answers that clients have not read yet")
-        self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
-        self.metrics.follow(self.metrics.overdue_seconds, lambda: self.watchdog.overdue_seconds)
+        self.watchdog = Watchdog(
+            settings.stuck_seconds,
+            exit_when_stuck=settings.exit_when_stuck,
+            # Other workers show it, also while the event loop of this one hangs.
+            tell=self.metrics.overdue_seconds.set,
+        )
         # None: no text is kept.
         self.sampling = (
             Sampling(settings.sample_texts, settings.sample_half_life_hours, self.metrics)

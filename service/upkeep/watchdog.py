@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from service.ending import end_process, nonblocking
@@ -38,9 +38,19 @@ class Condition(Enum):
 class Watchdog:
     """Keeps the time of batches and of the event loop. Thread safe."""
 
-    def __init__(self, stuck_seconds: float, *, exit_when_stuck: bool = False) -> None:
-        """exit_when_stuck: end the process once the condition is STUCK."""
+    def __init__(
+        self,
+        stuck_seconds: float,
+        *,
+        exit_when_stuck: bool = False,
+        tell: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """exit_when_stuck: end the process once the condition is STUCK.
+
+        tell: is called with `overdue_seconds` at each look, in the watchdog's thread.
+        """
         self.stuck_seconds = stuck_seconds
+        self._tell = tell
         self._exit_when_stuck = exit_when_stuck
         # When each thread began its batch, by time.monotonic. Single operations on a dict need no lock.
         self._began: dict[int, float] = {}
@@ -99,6 +109,7 @@ class Watchdog:
                 # RuntimeError: the loop has been closed, so the app has ended.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._loop_answers)
+            self._tell(self.overdue_seconds)
             self._report()
 
     def _watch_interpreter(self) -> None:
