@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from service.settings.names import Group
+from service.settings.names import MAX_SECONDS, Group
 
 
 class Connections(Group):
@@ -23,22 +23,26 @@ class Connections(Group):
     header_seconds: float = Field(
         10.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Seconds for a new connection, and for the headers of a request, to arrive. Status 408 "
         "after that.",
     )
     body_seconds: float = Field(
         30.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Seconds for the body of a request to arrive. Status 408 after that.",
     )
     write_seconds: float = Field(
         30.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Seconds for a client to read its response. The connection is cut after that.",
     )
     keep_alive_seconds: float = Field(
         75.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Close a connection this long after its last response. Longer than a load balancer keeps "
         "its connections.",
     )
@@ -52,17 +56,20 @@ class Supervision(Group):
     drain_seconds: float = Field(
         30.0,
         ge=1,
+        le=MAX_SECONDS,
         description="Seconds from SIGTERM to the end of the process, whatever does not end by itself.",
     )
     drain_delay_seconds: float = Field(
         0.0,
         ge=0,
+        le=MAX_SECONDS,
         description="Seconds from SIGTERM in which the server serves on while /ready has status 503, so that "
         "load balancers leave first. --drain-seconds begin after them. A second signal ends the delay.",
     )
     stuck_seconds: float = Field(
         120.0,
         gt=0,
+        le=MAX_SECONDS,
         description="A batch, or the event loop, that takes longer is stuck: /ready has status 503, and "
         "after twice the time /health too.",
     )

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from service.settings.names import Group
+from service.settings.names import MAX_SECONDS, Group
 
 # A batch may hold one text for every so many tokens that it may hold, and in any case this number of texts.
 _TOKENS_OF_SHORT_TEXT, _ALWAYS_ALLOWED_TEXTS = 16, 64
@@ -55,6 +55,7 @@ class Limits(Group):
     request_seconds: float = Field(
         60.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Drop a request that is not answered after this time, with status 504. A request may ask "
         "for less by X-AttnCache-Timeout.",
     )

@@ -9,6 +9,8 @@ from pydantic_core import PydanticCustomError
 
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+# 31 years, because timers of threads, and expiry in a shared store, fail beyond a few hundred years.
+MAX_SECONDS = 1e9
 
 
 class Group(BaseModel):

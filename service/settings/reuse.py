@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
-from service.settings.names import Group, refused
+from service.settings.names import MAX_SECONDS, Group, refused
 
 # What happens if a conversation does not fit into the window of the model.
 OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
@@ -171,6 +171,7 @@ class Sessions(Group):
     session_ttl_seconds: float = Field(
         3600.0,
         gt=0,
+        le=MAX_SECONDS,
         description="Drop the history of a session this long after its last request.",
     )
     session_overflow: OverflowWay = Field(

@@ -36,6 +36,11 @@ from service.settings.reading import write_settings
         ("cors_origin", "app.example", "https://HOST"),
         ("cors_origin", "https://app.example, app.example", "https://HOST"),
         ("cors_origin", "https://app.example/", "without a path"),
+        *(
+            (field, "1e10", "it must be at most 1000000000")
+            for field in Settings.model_fields
+            if field.endswith("_seconds") and field != "max_queue_seconds"
+        ),
         ("max_tokens", "1", "it must be at least 2"),
         ("reuse", "perhaps", "it must be true or false"),
         ("model", "", "it must not be empty"),

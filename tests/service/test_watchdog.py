@@ -10,6 +10,7 @@ from fake_engine import serving
 from raw_http import wait_until
 from running import until_metric
 
+from service.settings.names import MAX_SECONDS
 from service.upkeep.watchdog import Condition, Watchdog
 
 HOUR = 3600.0
@@ -68,6 +69,13 @@ def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog):
         thread.join()
     watchdog.stop()
     assert "Sesam" not in caplog.text
+
+
+def test_longest_times_that_settings_allow_end_no_thread():
+    watchdog = Watchdog(MAX_SECONDS, exit_when_stuck=True)
+    watchdog._watch_interpreter()
+    watchdog.stop()
+    assert 2 * MAX_SECONDS < threading.TIMEOUT_MAX
 
 
 async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy():
