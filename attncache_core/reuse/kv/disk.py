@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _LOW_WATERMARK = 0.95
 # An opened block is marked as used at most this often.
 _TOUCH_SECONDS = 1.0
+# Clocks of machines that share a folder differ a little.
+_MAX_AHEAD_NS = 60 * 10**9
 # Another process holds the lock for the time of a scan at most, unless it hangs.
 _MAX_LOCK_SECONDS = 5.0
 _LOCK_POLL_SECONDS = 0.002
@@ -374,7 +376,9 @@ class DiskTier(TierCounter):
                 unfinished += _bytes_of_writer(path)
             elif len(path.name) == 2 and path.is_dir():
                 blocks += _blocks_in(path)
-        self._oldest = deque(sorted(blocks))
+        # Blocks that were used when the clock was ahead would otherwise stay, and push out those of today.
+        latest = time.time_ns() + _MAX_AHEAD_NS
+        self._oldest = deque(sorted(blocks, key=lambda block: (block.modified <= latest, block)))
         return unfinished + sum(block.size for block in blocks)
 
 

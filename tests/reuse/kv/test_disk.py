@@ -404,6 +404,15 @@ def test_full_tier_evicts_the_block_that_was_not_used_for_the_longest_time(folde
     assert tier.counts.evictions == 1
 
 
+def test_blocks_of_a_clock_that_was_ahead_are_evicted_before_all_others(folder):
+    tier = DiskTier(folder, SIZES, limit(4))
+    for number, age in enumerate((30, -86_400, -30, -90_000)):
+        tier.write(block(number), content(number))
+        set_age(folder, number, age)
+    tier = DiskTier(folder, SIZES, limit(2))
+    assert [number for number in range(4) if tier.contains(block(number).key)] == [0, 2]
+
+
 def test_use_after_the_last_scan_protects_a_block(folder):
     writer, reader = (DiskTier(folder, SIZES, limit(4)) for _ in range(2))
     for number in range(4):
