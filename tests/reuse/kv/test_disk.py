@@ -433,6 +433,10 @@ def test_use_is_recorded_at_most_once_a_second(tier, folder):
     set_age(folder, 0, 1.5)
     tier.open(block(0)).close()
     assert path_of(folder, block(0)).stat().st_mtime_ns > before
+    # As if the clock had been ahead at the last use.
+    set_age(folder, 0, -86_400)
+    tier.open(block(0)).close()
+    assert path_of(folder, block(0)).stat().st_mtime < time.time() + 3600
 
 
 def test_protected_blocks_are_never_evicted(folder):
