@@ -144,7 +144,7 @@ class RemoteDatabase:
         OSError. Both leave what serves.
         """
         pointer = self._pointer()
-        last = time.monotonic() + _LONGEST_WAIT_SECONDS
+        last, is_told = time.monotonic() + _LONGEST_WAIT_SECONDS, False
         # A process that was killed while it published may have left another database that is to serve next.
         while not self._serves(pointer) or is_decided(self.root):
             try:
@@ -154,7 +154,9 @@ class RemoteDatabase:
                     raise
                 if not waits:
                     return
-                yield f"another process downloads the database from {self.url}"
+                if not is_told:
+                    yield f"another process downloads the database from {self.url}"
+                is_told = True
                 time.sleep(_WAIT_SECONDS)
 
     def _pointer(self) -> Pointer:

@@ -14,7 +14,14 @@ from forked import is_killed
 from killed_transfers import download_until_killed, push_until_killed
 from store_server import object_store
 
-from attncache_core import AttentionDatabase, AttnCacheError, DatabaseRefused, InvalidInput, PrefillEngine
+from attncache_core import (
+    AttentionDatabase,
+    AttnCacheError,
+    BuildFailed,
+    DatabaseRefused,
+    InvalidInput,
+    PrefillEngine,
+)
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import verify_generations
@@ -272,7 +279,10 @@ def test_workers_and_servers_of_a_machine_download_once(store, root, tmp_path, t
     assert len(objects) == len(set(objects)) > 0
 
 
-def test_download_of_another_process_is_waited_for_at_the_start_alone(store, root, tmp_path, tiny_checkpoint):
+def test_download_of_another_process_is_waited_for_at_the_start_alone_and_is_said_once(
+    store, root, tmp_path, tiny_checkpoint, monkeypatch
+):
+    monkeypatch.setattr(remote_module, "_WAIT_SECONDS", 0.001)
     pushed(root, store.s3 % "a")
     remote = RemoteDatabase(store.http % "a", tmp_path, tiny_checkpoint)
     remote.root.mkdir(parents=True)
@@ -280,6 +290,12 @@ def test_download_of_another_process_is_waited_for_at_the_start_alone(store, roo
         assert list(remote.fetch(waits=False)) == []
         waiting = remote.fetch(waits=True)
         assert next(waiting) == f"another process downloads the database from {remote.url}"
+        with monkeypatch.context() as patch:
+            patch.setattr(remote_module, "_LONGEST_WAIT_SECONDS", 0.1)
+            lines = []
+            with pytest.raises(BuildFailed):
+                lines.extend(remote.fetch(waits=True))
+        assert len(lines) == 1
     assert "downloading" in next(waiting)
     assert list(waiting)
     assert remote.is_there
