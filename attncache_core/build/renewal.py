@@ -59,6 +59,7 @@ from attncache_core.runtime.files import PRIVATE, write_whole
 
 _HELD_OUT_SHARE = 10  # one of so many texts, the newest
 _SAMPLE_KEPT_SECONDS = 24 * 3600
+_MAX_AHEAD_SECONDS = 60  # clocks of machines that share a folder differ a little
 
 # Loads the model, with a database or without one.
 Load = Callable[[AttentionDatabase | None], PrefillEngine]
@@ -214,7 +215,10 @@ def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> No
 def _sampled(folder: Path, engine: PrefillEngine, present: AttentionDatabase) -> list[SampledText]:
     """Return the texts of a renewal that was stopped, or of the sample. Raises InvalidInput, and OSError."""
     kept = sampled_path(folder)
-    is_fresh = kept.is_file() and time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS
+    # Texts of a clock that was ahead would count as new until that time has come.
+    is_fresh = (
+        kept.is_file() and -_MAX_AHEAD_SECONDS <= time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS
+    )
     # Twice as many as can suffice, because texts that are recorded already prove nothing.
     least = 2 * _HELD_OUT_SHARE * texts_needed(present.manifest.policy.budget)
     sampled = (read_log(kept) if is_fresh else []) or read_sample(folder, least)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -425,7 +426,9 @@ def stopped_from_a_sample(plain, load, texts, tiny_engine, tmp_path_factory, sam
     return folder, stopped_before_the_decision(load, folder)
 
 
-@pytest.mark.parametrize("texts_are", ["as they were", "later than the clock", "damaged", "days old"])
+@pytest.mark.parametrize(
+    "texts_are", ["as they were", "later than the clock", "damaged", "days old", "of tomorrow"]
+)
 def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_damaged_or_days_old(
     stopped_from_a_sample, load, texts, tiny_engine, tmp_path, texts_are, monkeypatch
 ):
@@ -436,11 +439,13 @@ def test_stopped_renewal_goes_on_with_the_texts_of_its_sample_unless_they_are_da
         path.write_bytes(path.read_bytes()[:-100])
     elif texts_are == "days old":
         os.utime(path, (0, 0))
+    elif texts_are == "of tomorrow":
+        os.utime(path, (time.time() + 86_400,) * 2)
     elif texts_are == "later than the clock":
         monkeypatch.setattr(corpus_sample, "_latest", lambda: -1)
     sample(root, tiny_engine.tokenize(texts)[:9], asked_at=10**6)
     renewed = renew_database(load, root, min_gain=0)
-    assert texts_are == "days old" or renewed.result is Result.PUBLISHED
+    assert texts_are in ("days old", "of tomorrow") or renewed.result is Result.PUBLISHED
     goes_on = texts_are in ("as they were", "later than the clock")
     assert (AttentionDatabase.open(root).manifest.id == built) == goes_on
 
