@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -155,6 +156,27 @@ def test_request_that_does_not_end_is_answered_408(hasty):
             assert (response.status, response.code) == (408, "request_timeout"), name
             assert response.headers["connection"] == "close", name
             assert read_to_end(client) == b"", name
+
+
+def test_time_of_a_body_does_not_run_while_the_server_does_not_read_it(server):
+    with server.connect() as client:
+        client.sendall(EMBED[:-5])
+        wait_until(lambda: any(each.client == client.getsockname() for each in server.connections()))
+        connection, checked = connection_of(server, client), threading.Event()
+        wait_until(lambda: connection.cycle)
+
+        def check_much_later():
+            later = connection.loop.time() + 10**6
+            connection.flow.pause_reading()
+            connection.check(later)
+            connection.flow.resume_reading()
+            connection.check(later + 1)
+            checked.set()
+
+        connection.loop.call_soon_threadsafe(check_much_later)
+        assert checked.wait(PATIENCE_SECONDS)
+        client.sendall(EMBED[-5:])
+        assert read_response(client).status == 200
 
 
 def test_request_that_is_computed_is_not_cut(hasty):
