@@ -26,6 +26,7 @@ from running import Clock, until, until_metric
 from attncache_core import (
     AttentionDatabase,
     BuildOptions,
+    DatabaseRefused,
     MachineBusy,
     PrefillEngine,
     build_database,
@@ -535,6 +536,26 @@ def test_unexpected_error_of_a_measurement_does_not_end_the_following(
     assert "generation 1 cannot be used: division by zero; generation 0 serves on" in caplog.text
     publish(root, tiny_prototypes_database)
     assert next(loaded).map_reuse.database.generation.number == 2
+
+
+def test_generation_that_cannot_be_used_is_tried_again_ever_more_rarely(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch
+):
+    clock, tried_at = Clock(), []
+    monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 30.0)
+    monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=clock))
+
+    def refuse(*_):
+        tried_at.append(clock())
+        raise DatabaseRefused("of another model", field="database")
+
+    monkeypatch.setattr(renewals, "_of_current_generation", refuse)
+    loaded = following(tiny_checkpoint, root)
+    next(loaded)
+    publish(root, tiny_prototypes_database)
+    while len(tried_at) < 9:
+        clock.seconds += next(loaded).seconds
+    assert np.diff(tried_at).tolist() == [60, 120, 240, 480, 960, 1920, 3600, 3600]
 
 
 def test_server_that_stores_keys_and_values_keeps_its_heads(tiny_checkpoint, other_mask, root, caplog):
