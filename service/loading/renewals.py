@@ -140,21 +140,32 @@ def _of_current_generation(
 def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     """Measure the gain of the next engine while the present one serves, unless it is known.
 
-    Waits while other programs use the processors, as long as the generation stays current. Yields pauses
-    meanwhile, and the present engine adopts what other servers find. Both may be the same engine.
+    Waits while requests are computed, or other programs use the processors, as long as the generation stays
+    current. Yields pauses meanwhile, and the present engine adopts what other servers find. Both may be the
+    same engine.
     """
     reuse = replacement.map_reuse
     assert reuse is not None
     assert engine.map_reuse is not None
-    measure = partial(require_gain, replacement, settings.min_gain, idle_mark=engine.runs.idle_mark)
     wait, generation = _RETRY_SECONDS, reuse.database.generation
-    while reuse.awaits_gain and _look(reuse.database) == generation:
+    is_current = True
+
+    def idle_mark() -> int | None:
+        if not is_current:
+            raise MachineBusy("another generation is current")
+        return engine.runs.idle_mark()
+
+    measure = partial(require_gain, replacement, settings.min_gain, idle_mark=idle_mark)
+    while reuse.awaits_gain and (is_current := _look(reuse.database) == generation):
         yield MEASURING_GAIN
         try:
             for pause in _while_running(measure, MEASURING_GAIN):
                 engine.map_reuse.adopt_findings()
                 yield pause
+                is_current = _look(reuse.database) == generation
         except MachineBusy as busy:
+            if not is_current:
+                return
             line = (
                 f"{busy}: maps of generation {generation.number} are not reused, and the gain is measured "
                 f"again in {wait / 60:.0f} min"

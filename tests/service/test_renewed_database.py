@@ -500,6 +500,30 @@ def test_looks_go_on_while_a_measurement_waits_for_requests(tiny_checkpoint, roo
     assert not reuse.awaits_gain
 
 
+def test_measurement_that_waits_for_requests_ends_when_another_generation_is_current(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, gain_of
+):
+    gain_of[0] = lambda: None
+    loaded = following(tiny_checkpoint, root)
+    next(loaded)
+    ended = threading.Event()
+
+    def wait_until_idle(_engine, _min_gain, idle_mark):
+        try:
+            while True:
+                idle_mark()
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(renewals, "require_gain", wait_until_idle)
+    assert [next(loaded), next(loaded)] == [MEASURING_GAIN, WHILE_MEASURING]
+    publish(root, tiny_prototypes_database)
+    second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    assert second.map_reuse.database.generation.number == 1
+    assert ended.is_set()
+
+
 def test_generation_that_is_taken_back_while_its_gain_is_measured_does_not_serve(
     tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, caplog
 ):
