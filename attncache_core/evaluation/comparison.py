@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from scipy.optimize import brentq
 
 from attncache_core.engine.result import PrefillResult
 from attncache_core.evaluation.tasks import Task
@@ -24,6 +25,8 @@ from attncache_core.text.labels import LabelTokens
 
 # Repeated measurements differ by about this much, so below this speed-up γ would divide by noise.
 MIN_SPEEDUP = 1.02
+# 95 % of a normal distribution lie within so many standard deviations.
+_DEVIATIONS = 1.96
 
 
 def gamma(full_metric: float, metric: float, speedup: float) -> float | None:
@@ -54,7 +57,8 @@ class MethodReport:
     method: str
     scores: dict[str, float]  # data set -> score, in [0, 1]
     score: float  # mean of the scores
-    difference_interval: tuple[float, float] | None  # 95 % of the paired difference to the full model's score
+    # 95 % interval of the paired difference to the full model's score: see share_interval and mean_interval.
+    difference_interval: tuple[float, float] | None
     hit_rate: float  # hits of any kind / all sequences
     prototype_hit_rate: float  # hits of synthetic records / all sequences
     hit_lengths: dict[int, int]  # length in tokens -> hits of any kind
@@ -194,8 +198,6 @@ def _report(
 ) -> MethodReport:
     scores, full_scores = task.scores(run.outputs), task.scores(full.outputs)
     score, full_score = (statistics.fmean(each.values()) for each in (scores, full_scores))
-    items, full_items = task.items(run.outputs), task.items(full.outputs)
-    interval = None if items is None or full_items is None else mean_interval(items - full_items)
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
     changed = hits.reshape(len(run.outputs), -1).any(axis=1) | changes_all
     cosine = comparator.fidelity(run.outputs, full.outputs)[changed]
@@ -204,7 +206,7 @@ def _report(
         method=name,
         scores=scores,
         score=score,
-        difference_interval=interval,
+        difference_interval=_difference_interval(task, run, full),
         hit_rate=float(hits.mean()),
         prototype_hit_rate=float(np.mean([outcome is Outcome.PROTOTYPE_HIT for outcome in run.outcomes])),
         hit_lengths=dict(Counter(len(ids) for ids, hit in zip(task.sequences, hits, strict=True) if hit)),
@@ -225,6 +227,44 @@ def _report(
     )
 
 
+def _difference_interval(task: Task, run: _Run, full: _Run) -> tuple[float, float] | None:
+    items, full_items = task.items(run.outputs), task.items(full.outputs)
+    if items is None or full_items is None:
+        return None
+    if run is full:
+        return 0.0, 0.0
+    return share_interval(items, full_items) if task.decides else mean_interval(items - full_items)
+
+
+def share_interval(items: np.ndarray, full_items: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the difference of two shares of the same texts: items' - full_items'.
+
+    items, full_items: 1 for each text that counts, else 0. The interval is the score interval of Tango
+    (1998). It holds for few texts too, and it is wider than 0 also if no text differs.
+    """
+    lost, won = int((items < full_items).sum()), int((items > full_items).sum())
+    return -_largest_difference(won, lost, len(items)), _largest_difference(lost, won, len(items))
+
+
+def _largest_difference(lost: int, won: int, texts: int) -> float:
+    """Return the largest difference of the shares at which the score test does not refuse lost and won."""
+    surplus = won - lost
+    if surplus == texts:
+        return 1.0
+
+    def refused(difference: float) -> float:
+        # The most likely share of lost texts, given the difference of the shares of won and lost texts.
+        linear = (2 * texts - surplus) * difference - lost - won
+        constant = -lost * difference * (1 - difference)
+        root = max(0.0, linear**2 - 8 * texts * constant) ** 0.5
+        share_lost = (root - linear) / (4 * texts)
+        variance = texts * (2 * share_lost + difference * (1 - difference))
+        return (surplus - texts * difference) ** 2 - _DEVIATIONS**2 * variance
+
+    # The measured difference itself is another root if no text differs.
+    return float(brentq(refused, surplus / texts + 1e-9, 1.0))
+
+
 def mean_interval(differences: np.ndarray) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean of paired differences, by the normal distribution.
 
@@ -232,5 +272,5 @@ def mean_interval(differences: np.ndarray) -> tuple[float, float] | None:
     """
     if len(differences) < 2:
         return None
-    half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
+    half = _DEVIATIONS * differences.std(ddof=1) / len(differences) ** 0.5
     return float(differences.mean() - half), float(differences.mean() + half)

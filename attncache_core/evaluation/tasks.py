@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.vectors import cosines, require_finite
 from attncache_core.text.labels import LabelTokens
 
@@ -26,6 +26,7 @@ class Task(Protocol):
     """Token sequences, and scores of outputs for these sequences."""
 
     metric: str  # name of the score
+    decides: bool  # whether the scores of single texts are 1 or 0, for right and wrong decisions
     sequences: Sequences
     # Labels of several tokens; a text then has as many sequences as the labels' prompt. None: one per text.
     labels: LabelTokens | None
@@ -97,6 +98,7 @@ class SimilarityTask:
     """Semantic textual similarity: the Spearman correlation of cosines and ratings over a data set."""
 
     metric = "Spearman"
+    decides = False
     labels: LabelTokens | None = None
 
     def __init__(self, sets: Mapping[str, RatedPairs]) -> None:
@@ -124,6 +126,7 @@ class ClassificationTask:
     """Accuracy of an engine's classes: classes of its model or classifier, or labels of several tokens."""
 
     metric = "accuracy"
+    decides = True
 
     def __init__(self, name: str, engine: PrefillEngine, sequences: Sequences, labels: Sequence[str]) -> None:
         """Make the task from sequences and their true labels, for a data set with this name.
@@ -159,6 +162,7 @@ class AgreementTask:
     ) -> None:
         self.sequences = sequences
         self.metric = str(comparator.measure)
+        self.decides = comparator.measure is Measure.AGREEMENT
         self._name, self._comparator, self._full = name, comparator, full_outputs
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:

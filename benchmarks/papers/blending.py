@@ -27,7 +27,7 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput
-from attncache_core.evaluation.comparison import mean_interval
+from attncache_core.evaluation.comparison import share_interval
 from attncache_core.evaluation.tasks import label_names
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.decisions import class_decisions, class_scores
@@ -326,7 +326,7 @@ class _Comparing:
             accuracy=float("nan") if right is None else float(right.mean()),
             accuracy_difference=None
             if right is None or right_before is None
-            else mean_interval(right - right_before),
+            else share_interval(right, right_before),
             computed_tokens=statistics.fmean(answer.tokens for answer in answers),
             seconds=statistics.median(seconds),
             time_ratio=statistics.median(

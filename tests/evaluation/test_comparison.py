@@ -11,7 +11,7 @@ from scipy.spatial.distance import cosine
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.result import BatchReport, Compared, PrefillResult
 from attncache_core.evaluation import comparison
-from attncache_core.evaluation.comparison import compare, gamma
+from attncache_core.evaluation.comparison import compare, gamma, share_interval
 from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -148,9 +148,66 @@ def test_full_model_has_no_difference_to_itself(clock):
     (report,) = compare(fakes(clock, full=Fake()), agreement_task(), COSINE)
     assert report.difference_interval == (0, 0)
     assert (report.speedup, report.attention_speedup, report.gamma) == (1, 1, None)
+
+
+def test_mean_of_one_text_has_no_interval(clock):
     one_text = AgreementTask("texts", COSINE, [[7]], FULL[7:])
-    (report,) = compare(fakes(clock, full=Fake()), one_text, COSINE)
+    _, report = compare(fakes(clock, full=Fake(), attncache=Fake(turned(FULL, [7], 0.1))), one_text, COSINE)
     assert report.difference_interval is None
+
+
+def decided(lost: int, won: int, texts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what is right with a method, and with the full model, float64 [texts] each."""
+    numbers = np.arange(texts)
+    right_with_full = numbers >= won
+    return (numbers < texts - lost).astype(np.float64), right_with_full.astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "texts", "published"),
+    [
+        pytest.param(7, 1, 21, (-0.517, -0.026), id="airway hyper-responsiveness"),
+        pytest.param(1, 0, 44, (-0.118, 0.059), id="soft contact lenses"),
+    ],
+)
+def test_interval_of_shares_equals_published_intervals(lost, won, texts, published):
+    assert share_interval(*decided(lost, won, texts)) == pytest.approx(published, abs=5.1e-4)
+
+
+@pytest.mark.parametrize("texts", [1, 20, 90, 5000])
+def test_without_a_changed_decision_shares_can_differ_by_few_texts_still(texts):
+    low, high = share_interval(*decided(0, 0, texts))
+    assert high == -low == pytest.approx(1.96**2 / (texts + 1.96**2), abs=1e-7)
+
+
+@pytest.mark.parametrize(("lost", "won", "texts"), [(0, 3, 40), (5, 2, 40), (40, 0, 40), (17, 17, 300)])
+def test_interval_of_shares_is_mirrored_if_the_methods_are_exchanged(lost, won, texts):
+    low, high = share_interval(*decided(lost, won, texts))
+    assert share_interval(*decided(won, lost, texts)) == (-high, -low)
+    assert -1 <= low < (won - lost) / texts + 1e-9
+    assert (won - lost) / texts < high <= 1
+
+
+@pytest.mark.parametrize("texts", [20, 90, 300])
+@pytest.mark.parametrize(("losing", "winning"), [(0.03, 0), (0.02, 0.005), (0.1, 0.05), (0.3, 0.1)])
+def test_interval_of_shares_holds_the_true_difference_for_95_of_100_samples(texts, losing, winning):
+    shares = [losing, winning, 1 - losing - winning]
+    samples = np.random.default_rng(3).multinomial(texts, shares, size=2000)
+    distinct, counts = np.unique(samples, axis=0, return_counts=True)
+    held = 0
+    for (lost, won, _), count in zip(distinct, counts, strict=True):
+        low, high = share_interval(*decided(lost, won, texts))
+        held += count * (low <= winning - losing <= high)
+    assert held / len(samples) >= 0.935
+
+
+def test_interval_of_decisions_is_that_of_shares(clock):
+    outputs = FULL.copy()
+    outputs[[1, 4, 6], 0] = 99  # other decisions
+    methods = fakes(clock, full=Fake(), attncache=Fake(outputs, hits=range(8)))
+    full, report = compare(methods, agreement_task(AGREEMENT), COSINE)
+    assert full.difference_interval == (0, 0)
+    assert report.difference_interval == share_interval(*decided(3, 0, 8))
 
 
 @pytest.mark.parametrize("kind", [Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.SKIPPED_BY_COST])
