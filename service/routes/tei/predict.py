@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
@@ -16,6 +16,10 @@ from service.routes.common import answer, check_count, json_list
 from service.routes.tei.schemas import CutRequest
 from service.schemas import REFUSED, Body, Text, checked_text
 from service.web.call import Answer, CurrentCall
+
+# They name the place of a text that is not accepted.
+_TEXTS: TypeAdapter[list[str]] = TypeAdapter(list[Text])
+_LISTS: TypeAdapter[list[list[str]]] = TypeAdapter(Annotated[list[list[Text]], Field(fail_fast=True)])
 
 
 class Predicted(NamedTuple):
@@ -32,17 +36,21 @@ def _predicted(inputs: Any) -> Predicted:
     if not isinstance(inputs, list) or not inputs:
         raise _not_predictable("")
     if isinstance(inputs[0], list):
-        return Predicted([_text_or_pair(each, f"[{index}]") for index, each in enumerate(inputs)], True)
-    return Predicted([_text_or_pair(inputs, "")], False)
+        for index, each in enumerate(inputs):
+            _check_form(each, f"[{index}]")
+        return Predicted([_text_or_pair(each) for each in _LISTS.validate_python(inputs)], True)
+    _check_form(inputs, "")
+    return Predicted([_text_or_pair(_TEXTS.validate_python(inputs))], False)
 
 
-def _text_or_pair(texts: Any, where: str) -> TextOrPair:
+def _check_form(texts: Any, where: str) -> None:
     if not isinstance(texts, list) or len(texts) not in (1, 2):
         raise _not_predictable(where)
     if not all(isinstance(text, str) for text in texts):
         raise _not_predictable(where)
-    for text in texts:
-        checked_text(text)
+
+
+def _text_or_pair(texts: list[str]) -> TextOrPair:
     return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
 
