@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from attncache_core import AttnCacheError, InvalidInput
+from attncache_core import AttnCacheError, InvalidInput, NotFinite
 
 # The code of an error, for proxies: whether another server may be asked depends on it, and they read no body.
 ERROR_HEADER = "X-AttnCache-Error"
@@ -233,6 +233,11 @@ class AddressUnavailable(AttnCacheError):
     code = "address_unavailable"
 
 
+# Clients of OpenAI repeat these requests at once, because of their status. A repetition gets the same error,
+# or is computed anew when the server has no time.
+_FINAL = (ModelMismatch, NoKeyValues, NotFinite, DeadlineExceeded)
+
+
 def ours(error: AttnCacheError) -> dict[str, Any]:
     """Return the JSON of an error, in the shape of this server's own routes."""
     return {"error": {"code": error.code, "message": str(error), "field": error.field}}
@@ -246,6 +251,8 @@ def error_response(error: AttnCacheError) -> Response:
 def headers_of(error: AttnCacheError) -> dict[str, str]:
     """Return the headers of the response for an error."""
     headers = {ERROR_HEADER: error.code}
+    if isinstance(error, _FINAL):
+        headers["X-Should-Retry"] = "false"
     if isinstance(error, TryLater):
         headers["Retry-After"] = str(error.retry_after_seconds)
     elif isinstance(error, Unauthorized):

@@ -71,7 +71,7 @@ _NUMBERS = itertools.count()
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 # A page of another origin may read these headers of a response.
 _EXPOSED = [
-    *("Retry-After", "X-Request-Id"),
+    *("Retry-After", "X-Should-Retry", "X-Request-Id"),
     *("X-AttnCache-Hits", "X-AttnCache-Prototype-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated"),
     *("X-AttnCache-Session", "X-AttnCache-History-Tokens", "X-AttnCache-Approximate"),
     *("X-AttnCache-Truncated", "X-AttnCache-Segments", "X-AttnCache-Error", "X-AttnCache-Model"),

@@ -71,3 +71,12 @@ def test_every_class_is_made_outside_the_modules_of_errors():
     )
     made = set(re.findall(r"\b([A-Z]\w+)(?:\.of)?\(", source))
     assert [kind.__name__ for kind in KINDS if kind.__name__ not in made] == []
+
+
+def test_errors_that_a_repetition_cannot_mend_say_so():
+    section = API_PAGE.read_text(encoding="utf-8").split("`X-Should-Retry: false` with ", 1)[1]
+    named = set(re.findall(r"`(\w+)`", section.split(" tells", 1)[0]))
+    with_others = (service.errors.TryLater, service.errors.Unauthorized)  # with headers of their own
+    kinds = [kind for kind in KINDS if not issubclass(kind, with_others)]
+    final = {kind.code for kind in kinds if "X-Should-Retry" in service.errors.headers_of(kind.__new__(kind))}
+    assert final == named

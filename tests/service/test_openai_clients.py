@@ -98,6 +98,16 @@ def test_errors_are_the_exceptions_of_the_openai_client(client, changes, kind, c
     assert caught.value.type == "invalid_request_error"
 
 
+def test_openai_client_does_not_repeat_what_a_repetition_cannot_mend(client):
+    sent = []
+    counting = httpx.Client(event_hooks={"request": [sent.append]})
+    repeating = client.with_options(max_retries=2, http_client=counting)
+    headers = {"X-AttnCache-Require-Model": "00000000"}
+    with counting, pytest.raises(openai.ConflictError) as caught:
+        repeating.embeddings.create(model="tiny-bert", input="a", extra_headers=headers)
+    assert (caught.value.code, len(sent)) == ("model_mismatch", 1)
+
+
 def test_usage_counts_the_tokens_whose_keys_and_values_were_stored(tmp_path):
     folder = write_qwen3_embedding(tmp_path / "qwen3")
     front = "where is my parcel ? " * 40
