@@ -49,6 +49,8 @@ def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) 
     if columns.count(",") != 1:
         raise InvalidInput("--columns must be two names, separated by a comma", field="columns")
     first, second = columns.split(",")
+    if len({Path(path).resolve() for path in data}) < len(data):
+        raise InvalidInput("--data names a file twice; give each file once", field="data")
     rated = {}
     for path in data:
         # Files with the same name in different folders are different sets.

@@ -288,6 +288,7 @@ SCORED = "score\tsentence1\tsentence2\n"
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("attncache needs a database",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--methods", "san"), ("the methods are full", "'san'")),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--database", "no.db"), ("no database in no.db", "--corpus")),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--data", "./data.tsv"), ("--data names a file twice",)),
         ("agreement", "text\n", (), ("the data has no texts",)),
         ("agreement", f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
         ("agreement", f"text\n{PRIVATE}\n", ("--classifier", "no"), ("there is no classifier in no",)),
