@@ -128,4 +128,6 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
     if not texts:
         raise InvalidInput("the data has no texts", field="data")
     evaluation = Evaluation(Request(**options), classifier)
-    evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
+    # A file may be given several times, with other columns.
+    names = dict.fromkeys(Path(source.partition(":")[0]).stem for source in data)
+    evaluation.run_agreement(", ".join(names), evaluation.tokenize(texts))

@@ -229,6 +229,13 @@ def test_agreement_reads_the_given_columns_and_prints_the_saved_time(
     assert shown.count("of the time saved") == 1
 
 
+def test_agreement_over_several_files_has_the_names_of_all(tiny_checkpoint, files, tmp_path):
+    data = [f"{files / 'texts.csv'}:query", files / "test.tsv", f"{files / 'texts.csv'}:answer"]
+    given = [each for source in data for each in ("--data", source)]
+    succeeded(evaluate("agreement", tiny_checkpoint, "--methods", "full", *given, "--json", tmp_path / "a"))
+    assert set(report_of(tmp_path / "a")["methods"][0]["scores"]) == {"texts, test"}
+
+
 def test_heads_and_threshold_options_override_the_database_and_max_tokens_truncates_texts(
     tiny_checkpoint, tiny_database, files, tmp_path
 ):
