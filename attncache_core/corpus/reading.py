@@ -58,8 +58,8 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     """Return the first texts, the second texts and the ratings of pairs of texts.
 
     first, second, rating: names of columns.
-    Raises InvalidInput if read_rows raises it, if a rating is not a finite number, and if the file has no
-    rows.
+    Raises InvalidInput if read_rows raises it, if a rating is not a finite number, if the file has no rows,
+    and if all ratings are equal.
     """
     left, right, ratings = [], [], []
     for number, row in enumerate(read_rows(path, (first, second, rating)), 1):
@@ -74,6 +74,12 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
         right.append(row[1])
     if not ratings:
         raise InvalidInput(f"{path} has no pairs", field="data")
+    if len(set(ratings)) == 1:
+        raise InvalidInput(
+            f"{path}: all pairs have the same {rating!r}, so no correlation can be computed; give pairs with "
+            f"different values in {rating!r}",
+            field="data",
+        )
     return left, right, ratings
 
 

@@ -6,12 +6,13 @@ A score is a fraction: a Spearman correlation, an accuracy, or the agreement wit
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import ConstantInputWarning, spearmanr
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
@@ -113,7 +114,9 @@ class SimilarityTask:
         for name, pairs in self._sets.items():
             count = len(pairs.ratings)
             left, right = outputs[first : first + count], outputs[first + count : first + 2 * count]
-            scores[name] = float(spearmanr(cosines(left, right), pairs.ratings).statistic)
+            # SciPy warns if all cosines are equal, and returns NaN, which stands for what is not measurable.
+            with warnings.catch_warnings(action="ignore", category=ConstantInputWarning):
+                scores[name] = float(spearmanr(cosines(left, right), pairs.ratings).statistic)
             first += 2 * count
         return scores
 

@@ -345,6 +345,14 @@ def test_rated_pairs_are_three_lists_of_equal_length(file):
         read_rated(file("b.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
 
 
+@pytest.mark.parametrize("ratings", [["3"], ["3", "3.0", "3"]])
+def test_ratings_that_are_all_equal_are_refused(file, ratings):
+    rows = "".join(f"{SECRET}\tb\t{rating}\n" for rating in ratings)
+    with pytest.raises(InvalidInput, match="all pairs have the same 'score'") as refused:
+        read_rated(file("a.tsv", f"one\ttwo\tscore\n{rows}"), "one", "two", "score")
+    assert SECRET not in str(refused.value)
+
+
 @pytest.mark.parametrize("rating", ["four", "1,5", "1_0", "nan", "-inf", "1e999", SECRET])
 def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, rating):
     path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")

@@ -121,11 +121,10 @@ def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, 
     assert table_of(tmp_path / "a.md")["Spearman, mean"] == [f"{full['score']:.4f}"]
 
 
-@pytest.mark.filterwarnings("ignore:An input array is constant")
+@pytest.mark.filterwarnings("error")
 def test_undefined_correlation_is_null(tiny_checkpoint, tmp_path):
-    path = write_table(
-        tmp_path / "flat.tsv", "score\tsentence1\tsentence2", [("3", "my card", "the bank")] * 4
-    )
+    pairs = [(rating, "my card", "the bank") for rating in "1234"]
+    path = write_table(tmp_path / "flat.tsv", "score\tsentence1\tsentence2", pairs)
     succeeded(
         evaluate("sts", tiny_checkpoint, "--methods", "full", "--data", path, "--json", tmp_path / "a.json")
     )
@@ -278,6 +277,7 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
 
 
 SCORED = "score\tsentence1\tsentence2\n"
+PAIRS = f"{SCORED}1\t{PRIVATE}\tx\n2\tx\tx\n"
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,17 @@ SCORED = "score\tsentence1\tsentence2\n"
         ("sts", f"rating\tsentence1\tsentence2\n1\t{PRIVATE}\tx\n", (), ("no column 'score'", "'rating'")),
         ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is not a number")),
         ("sts", SCORED, (), ("data.tsv has no pairs",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("data.tsv: all pairs have the same 'score'",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "has 2 columns, and the header has 3")),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--methods", "fast"), ("the methods are full", "'fast'")),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--rounds", "0"), ("--rounds",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--columns", "sentence1"), ("--columns must be two names",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--batch-size", "x"), ("--batch-size",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--max-tokens", "1"), ("--max-tokens",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("attncache needs a database",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--methods", "san"), ("the methods are full", "'san'")),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--database", "no.db"), ("no database in no.db", "--corpus")),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--data", "./data.tsv"), ("--data names a file twice",)),
+        ("sts", PAIRS, ("--methods", "fast"), ("the methods are full", "'fast'")),
+        ("sts", PAIRS, ("--rounds", "0"), ("--rounds",)),
+        ("sts", PAIRS, ("--columns", "sentence1"), ("--columns must be two names",)),
+        ("sts", PAIRS, ("--batch-size", "x"), ("--batch-size",)),
+        ("sts", PAIRS, ("--max-tokens", "1"), ("--max-tokens",)),
+        ("sts", PAIRS, (), ("attncache needs a database",)),
+        ("sts", PAIRS, ("--methods", "san"), ("the methods are full", "'san'")),
+        ("sts", PAIRS, ("--database", "no.db"), ("no database in no.db", "--corpus")),
+        ("sts", PAIRS, ("--data", "./data.tsv"), ("--data names a file twice",)),
         ("agreement", "text\n", (), ("the data has no texts",)),
         ("agreement", f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
         ("agreement", f"text\n{PRIVATE}\n", ("--classifier", "no"), ("there is no classifier in no",)),
