@@ -105,6 +105,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._body_bytes = 0
         self._bytes_with_framing = 0
+        self._stays_open = True  # after a request with Expect whose body comes before its response
         self._refusal: AttnCacheError | None = None  # nothing is received any more
         self._write_paused_since: float | None = None
         self._closing_since: float | None = None
@@ -218,7 +219,7 @@ class Connection(HttpToolsProtocol):
         self._receiving = _Receiving.BODY
         if self.expect_100_continue:
             # If the response comes first, the client may or may not send the body.
-            self.cycle.keep_alive = False
+            self._stays_open, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header. Trailers are dropped: the app could not read them."""
@@ -235,6 +236,9 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the body comes
         self._receiving = _Receiving.NOTHING
+        cycle = self.cycle
+        if self.expect_100_continue and not cycle.response_started and not self._of_listener.draining:
+            cycle.keep_alive = self._stays_open
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002

@@ -401,6 +401,44 @@ def test_body_that_is_refused_early_after_expect_closes_the_connection(server):
         assert read_to_end(client) == b""
 
 
+EXPECTING = post(b'{"inputs": "a"}', b"Expect: 100-continue")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_connection_stays_open_after_expect_if_the_body_came_before_the_response(server, waits):
+    head, body = EXPECTING.split(b"\r\n\r\n")
+    with server.connect() as client:
+        for _ in range(2):
+            if waits:
+                client.sendall(head + b"\r\n\r\n")
+                assert client.recv(len(CONTINUE)) == CONTINUE
+                client.sendall(body)
+            else:
+                client.sendall(EXPECTING)
+                assert client.recv(len(CONTINUE)) == CONTINUE
+            response = read_response(client)
+            assert response.status == 200
+            assert "connection" not in response.headers
+
+
+@pytest.mark.parametrize("closes", ["client", "server"])
+def test_connection_closes_after_expect_if_the_client_or_a_draining_server_wants_it(
+    server, monkeypatch, closes
+):
+    wanted = b"Connection: close\r\nExpect" if closes == "client" else b"Expect"
+    head, body = EXPECTING.replace(b"Expect", wanted).split(b"\r\n\r\n")
+    with server.connect() as client:
+        client.sendall(head + b"\r\n\r\n")
+        assert client.recv(len(CONTINUE)) == CONTINUE
+        [connection] = server.connections()
+        monkeypatch.setattr(connection._of_listener, "draining", closes == "server")
+        client.sendall(body)
+        response = read_response(client)
+        assert (response.status, response.headers["connection"]) == (200, "close")
+        assert read_to_end(client) == b""
+
+
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
 @pytest.mark.parametrize("size", [1, 7, 100_000])  # of what arrives at a time, in bytes
 def test_upgrade_is_ignored(server, protocol, size):
