@@ -43,6 +43,7 @@ _SENTENCES = {
     "int_type": "must be a whole number",
     "model_type": "must be an object",
     "greater_than": "must be greater than 0",
+    "greater_than_equal": "must be 0 or more",
     "finite_number": "must be a finite number",
 }
 # Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.

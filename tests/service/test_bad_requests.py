@@ -80,6 +80,11 @@ WORDED = {
     "int_type": (EmbedRequest, {"inputs": "a", "dimensions": 1.5}, "dimensions must be a whole number"),
     "model_type": (ZeroShotRequest, {"inputs": "a", "parameters": 1}, "parameters must be an object"),
     "greater_than": (EmbedRequest, {"inputs": "a", "dimensions": 0}, "dimensions must be greater than 0"),
+    "greater_than_equal": (
+        RerankRequest,
+        {"query": "a", "documents": ["a"], "top_n": -1},
+        "top_n must be 0 or more",
+    ),
     "finite_number": (
         ClassifyRequest,
         {"inputs": "a", "temperature": float("inf")},

@@ -144,9 +144,10 @@ async def test_rerank_orders_texts_and_documents_by_their_score():
         mixed = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
         body = {"query": "aab", "documents": mixed, "return_documents": True}
         unused = {"priority": 7, "max_tokens_per_doc": 4096, "raw_scores": None, "return_text": None}
+        of_vllm = {"top_n": 0, "max_tokens_per_doc": 0, "user": "somebody"}
         documents = {
             path: (await client.post(path, json=body | more)).json()
-            for path, more in (("/rerank", unused), ("/v1/rerank", {}), ("/v2/rerank", unused))
+            for path, more in (("/rerank", unused), ("/v1/rerank", of_vllm), ("/v2/rerank", unused))
         }
         cut = await client.post("/v2/rerank", json=body | {"max_tokens_per_doc": 10})
     scores = {entry["index"]: entry["score"] for entry in of_texts}
@@ -292,7 +293,7 @@ BAD = {
         ({"query": "a", "documents": [7]}, "documents[0] must be a string, or an object"),
         ({"query": "a", "documents": [{"text": 7}]}, "documents[0] must be a string, or an object"),
         ({"query": "a", "documents": [{"text": ""}]}, "documents[0] must not be empty"),
-        ({"query": "a", "texts": ["a"], "top_n": 0}, "top_n must be greater than 0"),
+        ({"query": "a", "texts": ["a"], "top_n": -1}, "top_n must be 0 or more"),
         ({"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
         ({"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
         ({"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import InvalidInput
 from service.routes.common import answer, check_count
 from service.routes.openai.models import check_model_name, served_name
-from service.routes.openai.schemas import ModelName, Salt, Usage, usage_of
+from service.routes.openai.schemas import ModelName, Salt, Usage, User, usage_of
 from service.routes.relevance import Question, Relevance, by_list, relevance
 from service.schemas import REFUSED, Body, Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call, CurrentCall
@@ -48,16 +48,17 @@ class RerankRequest(Body):
         "object, only the field text is read.",
     )
     model: ModelName = None
-    top_n: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="Return this many of the best documents. Default: all."
+    top_n: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Return this many of the best documents. Default, and 0: all."
     )
     return_text: bool | None = Field(None, description="With texts: return the texts too.")
     return_documents: bool | None = Field(None, description="With documents: return the documents too.")
-    max_tokens_per_doc: Annotated[int, Field(gt=0)] | None = Field(
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="Accepted, because Cohere's clients send it, if it is not below the model's maximum, to "
-        "which query and document are cut.",
+        description="Accepted, because clients send it, if it is 0 (no limit) or not below the model's "
+        "maximum, to which query and document are cut.",
     )
+    user: User = None
     priority: int | None = Field(None, description="Accepted, because clients send it. Changes nothing.")
     raw_scores: bool | None = Field(
         None, description="Return the logits of a model of pairs, instead of numbers between 0 and 1."
@@ -113,7 +114,7 @@ async def rerank(call: CurrentCall) -> Answer:
     check_model_name(body.model, call.state.settings)
     field, documents = _documents(body)
     maximum = call.engine.tokenizer.max_tokens
-    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < maximum:
+    if body.max_tokens_per_doc and body.max_tokens_per_doc < maximum:
         raise InvalidInput(
             f"max_tokens_per_doc must be at least {maximum}, the maximum of the model, to which documents "
             "are cut; leave it out",
@@ -166,7 +167,7 @@ def _of_texts(found: Relevance, texts: list[str], body: RerankRequest, call: Cal
     scores = found.scores.tolist()
     return [
         {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": scores[index]}
-        for index in found.best_first[: body.top_n]
+        for index in found.best_first[: body.top_n or None]
     ]
 
 
@@ -181,7 +182,7 @@ def _of_documents(found: Relevance, documents: list[str], body: RerankRequest, c
                 "relevance_score": scores[index],
                 **({"document": {"text": documents[index]}} if body.return_documents else {}),
             }
-            for index in found.best_first[: body.top_n]
+            for index in found.best_first[: body.top_n or None]
         ],
         "usage": usage_of(found.result, call.state.settings),
     }
