@@ -47,8 +47,9 @@ class OutputComparator:
     def fidelity(self, with_reuse: np.ndarray, full: np.ndarray) -> np.ndarray:
         """Return the measure for each pair of rows, float64 [n].
 
-        For COSINE this is the cosine of the comparable rows. For AGREEMENT it is 1 if all decisions are
-        equal, else 0. A pair with an output, a comparable row or logits that are not finite has the value 0.
+        For COSINE this is the cosine of the comparable rows, from -1 to 1. For AGREEMENT it is 1 if all
+        decisions are equal, else 0. A pair with an output, a comparable row or logits that are not finite has
+        the value 0.
         """
         with np.errstate(invalid="ignore"):
             compared = [self._compared(outputs) for outputs in (with_reuse, full)]
@@ -56,7 +57,7 @@ class OutputComparator:
                 decided = [class_decisions(logits, self.multi_label) for logits in compared]
                 alike = np.equal(*decided).all(axis=1)
             else:
-                alike = cosines(*compared)
+                alike = np.clip(cosines(*compared), -1, 1)  # a sum of rounded products can be larger
         finite = np.isfinite(np.concatenate([with_reuse, full, *compared], axis=1)).all(axis=1)
         return np.where(finite, alike, 0).astype(np.float64)
 

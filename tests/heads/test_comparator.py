@@ -41,6 +41,14 @@ def test_cosine_fidelity_of_embeddings_is_scipys_row_by_row():
     np.testing.assert_allclose(cosines(left, right), expected, atol=1e-12)
 
 
+def test_cosine_fidelity_of_a_row_with_itself_is_at_most_one():
+    rows = np.random.default_rng(4).normal(size=(500, 384)).astype(np.float32)
+    assert cosines(rows, rows).max() > 1  # rounded up
+    fidelity = comparator(Measure.COSINE).fidelity(rows, rows)
+    np.testing.assert_allclose(fidelity, 1, atol=1e-6)
+    assert fidelity.max() == 1
+
+
 def test_cosine_fidelity_of_classes_is_the_bhattacharyya_coefficient_of_the_probabilities():
     left, right = np.random.default_rng(2).normal(size=(2, 7, 3)).astype(np.float32) * 3
     fidelity = comparator(Measure.COSINE, lambda outputs: outputs).fidelity(left, right)
