@@ -149,10 +149,13 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
     if not all_hits.keeps(budget):
         kept, floor = "", ""
         if budget.floor:
-            kept, floor = f" and the kept floor {all_hits.floor or 0:.4f}", f" and {budget.floor}"
+            kept, floor = (
+                f" and the kept floor {_shown(all_hits.floor or 0.0, budget.floor)}",
+                f" and {budget.floor}",
+            )
         return (
             f"the mean {budget.measure} of the held-out hits is {all_hits.mean:.4f} (bound "
-            f"{all_hits.lower_bound:.4f}){kept}, and the budget is {budget.least}{floor}"
+            f"{_shown(all_hits.lower_bound, budget.least)}){kept}, and the budget is {budget.least}{floor}"
         )
     for index in np.unique(trial.groups).tolist():
         fidelity = trial.fidelity[trial.groups == index]
@@ -165,7 +168,8 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
         if quality.lower_bound < budget.least:
             return (
                 f"the mean {budget.measure} of the held-out hits of {trial.names[index]} tokens is "
-                f"{quality.mean:.4f} (bound {quality.lower_bound:.4f}), and the budget is {budget.least}"
+                f"{quality.mean:.4f} (bound {_shown(quality.lower_bound, budget.least)}), and the budget is "
+                f"{budget.least}"
             )
     return _why_outside_for_a_client(trial, budget)
 
@@ -177,9 +181,15 @@ def _why_outside_for_a_client(trial: Trial, budget: Budget) -> str | None:
         if len(fidelity) >= MIN_PROBES and fidelity.mean() < budget.least:
             return (
                 f"the mean {budget.measure} of the {len(fidelity)} held-out hits of one API key is "
-                f"{fidelity.mean():.4f}, and the budget is {budget.least}"
+                f"{_shown(fidelity.mean(), budget.least)}, and the budget is {budget.least}"
             )
     return None
+
+
+def _shown(value: float, least: float) -> str:
+    """Return a value with four decimals, or with as many as show that it is below `least`, if it is."""
+    decimals = next((count for count in range(4, 17) if float(f"{value:.{count}f}") < least), 4)
+    return f"{value:.{decimals}f}"
 
 
 def _why_no_better(present: Trial, new: Trial) -> str | None:

@@ -54,6 +54,24 @@ def test_floor_is_kept_by_99_of_100_hits_with_confidence():
     assert why_refused(PRESENT, many, BUDGET) is None
 
 
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (BUDGET, "is 0.9850 (bound 0.98499) and the kept floor 0.9850, and the budget is 0.985"),
+        (Budget(Measure.COSINE, 0.9, 0.985), "the kept floor 0.98499, and the budget"),
+    ],
+)
+def test_value_that_is_hardly_below_the_budget_is_shown_below_it(budget, said):
+    assert said in why_refused(PRESENT, trial(0.98499, saved=20.0), budget)
+
+
+@pytest.mark.parametrize("part", ["groups", "clients"])
+def test_part_that_is_hardly_below_the_budget_is_shown_below_it(part):
+    new = trial(0.999, saved=20.0, **{part: [0] * 360 + [1] * 40})
+    new.fidelity[360:] = 0.98499
+    assert "0.98499" in why_refused(PRESENT, new, BUDGET)
+
+
 @pytest.mark.parametrize(("hits", "accepted"), [(298, False), (299, True)])
 def test_floor_needs_299_hits(hits, accepted):
     assert (why_refused(PRESENT, trial(hits=hits, saved=20.0), BUDGET) is None) is accepted
