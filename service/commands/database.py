@@ -153,12 +153,13 @@ def _quality(manifest: Manifest) -> str:
 
 def _left_out(left_out: dict[str, Any], budget: Budget) -> str:
     """Return the results on the kinds of text that were left out when the limit of strangeness was chosen."""
-    harmed = f"below {budget.floor}" if budget.measure is Measure.COSINE else "with another decision"
-    text = (
-        f"{left_out['kinds']} kinds unlike the corpus, each left out of the fit: {left_out['hits']} hits, "
-        f"{left_out['harmed']} of them {harmed} (at most {left_out['harmed_at_most']:.1%}, with 95 % "
-        "confidence over kinds)"
-    )
+    text = f"{left_out['kinds']} kinds unlike the corpus, each left out of the fit: {left_out['hits']} hits"
+    if budget.floor or budget.measure is Measure.AGREEMENT:
+        harmed = f"below {budget.floor}" if budget.floor else "with another decision"
+        text += (
+            f", {left_out['harmed']} of them {harmed} (at most {left_out['harmed_at_most']:.1%}, with 95 % "
+            "confidence over kinds)"
+        )
     if worst := left_out["worst"]:
         text += f"; the worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)"
     return text

@@ -24,6 +24,7 @@ from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
+from service.commands.database import _left_out
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -89,6 +90,26 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(calibratable,
     assert (after.records, after.build) == (before.records, before.build)
     assert text == succeeded(run("inspect", database))
     assert "mean cosine of the hits at least 0.8" in text
+    # Without a floor, no hit can be below it.
+    hits = after.quality["unfamiliar"]["left_out"]["hits"]
+    shown = " ".join(text.split())
+    assert f"each left out of the fit: {hits} hits" in shown
+    assert "of them below" not in shown
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (Budget(Measure.COSINE, 0.985, 0.95), "40 hits, 2 of them below 0.95 (at most 3.3%, with 95 % conf"),
+        (Budget(Measure.AGREEMENT, 0.98), "40 hits, 2 of them with another decision (at most 3.3%, with 95"),
+        (Budget(Measure.COSINE, 0.985), "out of the fit: 40 hits; the worst mean of a kind is 0.99"),
+    ],
+    ids=["floor", "decisions", "no-floor"],
+)
+def test_harmed_hits_of_other_texts_are_shown_if_the_budget_limits_them(budget, said):
+    worst = {"kind": "numbers", "hits": 20, "mean": 0.99}
+    figures = {"kinds": 5, "hits": 40, "harmed": 2, "harmed_at_most": 0.033, "worst": worst}
+    assert said in _left_out(figures, budget)
 
 
 def test_calibrated_database_is_sound_and_serves(
