@@ -40,7 +40,8 @@ def read_labelled(
             f"{path}: name one column for the texts, because their labels are read too", field="data"
         )
     texts, labels = [], []
-    for number, (text, label) in numbered_rows(path, (columns[0], label_column), file_format):
+    names = (columns[0], label_column)
+    for number, (text, label) in numbered_rows(path, names, file_format, numbers=[label_column]):
         if label != label.strip():
             raise InvalidInput(
                 f"{path}, line {number}: the label in {label_column!r} begins or ends with a space; remove "
@@ -62,7 +63,7 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     and if all ratings are equal.
     """
     left, right, ratings = [], [], []
-    for number, row in enumerate(read_rows(path, (first, second, rating)), 1):
+    for number, row in enumerate(read_rows(path, (first, second, rating), numbers=[rating]), 1):
         try:
             # Python reads 1_0 as 10, and no file means that.
             ratings.append(math.nan if "_" in row[2] else float(row[2]))

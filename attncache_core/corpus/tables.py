@@ -33,13 +33,15 @@ _SURELY_QUOTED = 3
 
 
 def read_rows(
-    path: str, columns: tuple[str, ...], file_format: str | None = None
+    path: str, columns: tuple[str, ...], file_format: str | None = None, *, numbers: Sequence[str] = ()
 ) -> Iterator[tuple[str, ...]]:
     """Yield the values of `columns` for each row of a file.
 
     path: a file name, or "-" for standard input.
     file_format: one of FORMATS; by default the ending of the file name, and "txt" for standard input, which
     is then refused if it begins like a table or JSON Lines.
+    numbers: those of the columns in which a jsonl file may have JSON's numbers too. They are returned as a
+    table has them, such as "0" and "0.5".
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
@@ -47,17 +49,17 @@ def read_rows(
     null byte. A tsv file that is surely quoted like a csv file is refused too, at the latest behind its last
     row.
     """
-    return (row for _, row in numbered_rows(path, columns, file_format))
+    return (row for _, row in numbered_rows(path, columns, file_format, numbers=numbers))
 
 
 def numbered_rows(
-    path: str, columns: tuple[str, ...], file_format: str | None = None
+    path: str, columns: tuple[str, ...], file_format: str | None = None, *, numbers: Sequence[str] = ()
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield each row of read_rows with the number of its last line. Raises InvalidInput as read_rows does."""
     known = format_of(path, file_format)
     try:
         with _open(path) as file:
-            rows = parse_rows(file, path, columns, known)
+            rows = parse_rows(file, path, columns, known, numbers=numbers)
             yield from _plain(rows, columns) if path == "-" and file_format is None else rows
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
@@ -79,12 +81,19 @@ def format_of(path: str, file_format: str | None = None, known: Sequence[str] = 
 
 
 def parse_rows(
-    file: TextIO, path: str, columns: tuple[str, ...], file_format: str, *, refuse_blank: bool = False
+    file: TextIO,
+    path: str,
+    columns: tuple[str, ...],
+    file_format: str,
+    *,
+    numbers: Sequence[str] = (),
+    refuse_blank: bool = False,
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield each row of an open file with the number of its last line. Reads no further than necessary.
 
-    path: for errors. refuse_blank: refuse empty lines, as rows without a text; by default blank lines of txt
-    and jsonl files and empty lines of tables are skipped. Raises InvalidInput as read_rows does, and OSError.
+    path: for errors. numbers: see read_rows. refuse_blank: refuse empty lines, as rows without a text; by
+    default blank lines of txt and jsonl files and empty lines of tables are skipped. Raises InvalidInput as
+    read_rows does, and OSError.
     """
     if file_format == "txt" and len(columns) > 1:
         of_stdin = "--format, if the command has it, or " if path == "-" else ""
@@ -95,7 +104,7 @@ def parse_rows(
         )
     lines = _Lines(file)
     try:
-        for number, row in _rows(lines, path, columns, file_format):
+        for number, row in _rows(lines, path, columns, file_format, numbers):
             is_blank = row is None or (file_format == "txt" and not row[0].strip())
             if is_blank and not refuse_blank:
                 continue
@@ -149,14 +158,14 @@ def _plain(
 
 
 def _rows(
-    lines: Iterator[str], path: str, columns: tuple[str, ...], file_format: str
+    lines: Iterator[str], path: str, columns: tuple[str, ...], file_format: str, numbers: Sequence[str]
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     """Yield each row with the number of its last line; an empty line of a jsonl file or a table is None."""
     if file_format == "txt":
         yield from ((number, (line.rstrip("\r\n"),)) for number, line in enumerate(lines, 1))
     elif file_format == "jsonl":
         for number, line in enumerate(lines, 1):
-            yield number, _fields(line, path, number, columns) if line.strip() else None
+            yield number, _fields(line, path, number, columns, numbers) if line.strip() else None
     elif file_format == "csv":
         yield from _columns(_csv_rows(lines, path), path, columns, "quote a field that holds a comma")
     else:
@@ -260,15 +269,25 @@ def _columns(
         yield number, tuple(row[index] for index in indices)
 
 
-def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the values of some keys of a JSON object; raises InvalidInput unless all values are texts."""
+def _fields(
+    line: str, path: str, number: int, columns: tuple[str, ...], numbers: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the values of some keys of a JSON object.
+
+    numbers: the keys whose values may be numbers too. Raises InvalidInput for other values that are no texts.
+    """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"{path}, line {number} is not JSON", field="corpus") from error
     values = row if isinstance(row, dict) else {}
+    found = []
     for column in columns:
-        if not isinstance(value := values.get(column), str):
-            found = "has no text" if value is None else "has a value that is no string"
-            raise InvalidInput(f"{path}, line {number} {found} in {column!r}", field="column")
-    return tuple(values[column] for column in columns)
+        value = values.get(column)
+        # A bool is an int for Python.
+        if not isinstance(value, str) and (column not in numbers or type(value) not in (int, float)):
+            accepted = "neither a string nor a number" if column in numbers else "no string"
+            why = "has no text" if value is None else f"has a value that is {accepted}"
+            raise InvalidInput(f"{path}, line {number} {why} in {column!r}", field="column")
+        found.append(str(value))
+    return tuple(found)

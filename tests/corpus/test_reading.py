@@ -362,13 +362,39 @@ def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, ra
     assert SECRET not in str(refused.value)
 
 
+def test_labels_and_ratings_of_json_lines_may_be_numbers_as_in_a_table(file):
+    table = file("a.tsv", "one\ttwo\tscore\na\tb\t1\nc\td\t0.5\ne\tf\t-2.0\n")
+    rows = [("a", "b", 1), ("c", "d", 0.5), ("e", "f", -2.0)]
+    lines = [json.dumps(dict(zip(("one", "two", "score"), row, strict=True))) for row in rows]
+    numbers = file("a.jsonl", "\n".join(lines))
+    assert read_labelled(numbers, "one", "score") == read_labelled(table, "one", "score")
+    assert read_rated(numbers, "one", "two", "score") == read_rated(table, "one", "two", "score")
+
+
+@pytest.mark.parametrize("value", ["true", "[1]", "{}", "null"])
+def test_other_json_values_are_neither_labels_nor_ratings(file, value):
+    path = file("a.jsonl", f'{{"text": "a", "other": "b", "label": {value}}}')
+    said = "has no text" if value == "null" else "has a value that is neither a string nor a number"
+    for read in (
+        lambda: read_labelled(path, "text", "label"),
+        lambda: read_rated(path, "text", "other", "label"),
+    ):
+        with pytest.raises(InvalidInput, match=f"line 1 {said} in 'label'"):
+            read()
+
+
+def test_number_is_no_text_of_a_label(file):
+    path = file("a.jsonl", '{"text": 1, "label": 1}')
+    with pytest.raises(InvalidInput, match="line 1 has a value that is no string in 'text'"):
+        read_labelled(path, "text", "label")
+
+
 def test_labelled_texts_are_two_lists_of_equal_length(file):
     path = file("asked.csv", 'text,asked,label\none,yes,x\n"two, three",again,y\n')
     assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])
     assert read_labelled(f"{path}:asked", "text", "label") == (["yes", "again"], ["x", "y"])
     with pytest.raises(InvalidInput, match="name one column for the texts"):
         read_labelled(f"{path}:text,asked", "text", "label")
-    assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
     for name, content in (("a.tsv", "text\tlabel\n"), ("b.jsonl", "\n")):
         with pytest.raises(InvalidInput, match="has no texts"):
             read_labelled(file(name, content), "text", "label")
