@@ -91,8 +91,9 @@ class QuotaUse:
         def count(used: _Used) -> None:
             maximum, now = self._quotas.in_flight, self._clock()
             if maximum is not None and used.total_in_flight(now, self._max_seconds) >= maximum:
+                requests = "request" if maximum == 1 else "requests"
                 raise QuotaExceeded(
-                    f"the key has {maximum} requests in flight, which is all that it may have",
+                    f"the key has {maximum} {requests} in flight, which is all that it may have",
                     quota="in_flight",
                     retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
                 )

@@ -256,6 +256,14 @@ async def test_request_that_a_guess_refuses_counts_as_none():
     assert (await refused(use))[0] == "requests_per_minute"
 
 
+@pytest.mark.parametrize(("in_flight", "words"), [(1, "1 request in flight"), (2, "2 requests in flight")])
+async def test_refusal_says_how_many_requests_are_in_flight(in_flight, words):
+    use = use_of(Quotas(in_flight=in_flight), Clock())
+    await begin(use, in_flight)
+    with pytest.raises(QuotaExceeded, match=f"the key has {words}, which is all"):
+        await use.begin()
+
+
 async def test_quotas_that_change_and_change_back_count_all_that_is_in_flight():
     store = LocalStore()
     for _ in range(2):
