@@ -34,12 +34,13 @@ def show_report(report: TuneReport) -> None:
 def table(report: TuneReport) -> tuple[list[str], list[list[str]]]:
     """Return the columns and a row for each way, the fastest first. The chosen way is marked with *.
 
-    Speeds are ratios to the exact model: of full batches, and of one text alone. MB are of the weights.
+    The lower bound of the mean decides whether a way is inside the budget. Speeds are ratios to the exact
+    model: of full batches, and of one text alone. MB are of the weights.
     """
     agrees = report.budget.measure is Measure.AGREEMENT
     has_accuracy = any(measured.accuracy is not None for measured in report.measured)
     has_hits = any(measured.way.maps for measured in report.measured)
-    columns = ["way", str(report.budget.measure)]
+    columns = ["way", str(report.budget.measure), "95 % bound"]
     columns += [] if agrees else ["99 of 100"]
     columns += ["accuracy"] if has_accuracy else []
     columns += ["speed", "one text", "MB"]
@@ -48,7 +49,7 @@ def table(report: TuneReport) -> tuple[list[str], list[list[str]]]:
     for measured in sorted(report.measured, key=lambda measured: -measured.speed):
         quality = measured.quality
         row = [f"{'* ' if measured is report.chosen else ''}{measured.way.name}"]
-        row += [f"{quality.mean:.4f}"]
+        row += [f"{quality.mean:.4f}", f"{quality.lower_bound:.4f}"]
         row += [] if agrees else ["-" if quality.floor is None else f"{quality.floor:.4f}"]
         row += ["-" if measured.accuracy is None else f"{measured.accuracy:.4f}"] if has_accuracy else []
         row += [f"{measured.speed:.2f}", f"{measured.speed_alone:.2f}", f"{measured.weight_bytes / 1e6:,.0f}"]

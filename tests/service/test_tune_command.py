@@ -73,13 +73,15 @@ def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoin
     rows = {line.split("  ")[0].removeprefix("# "): line for line in comment if line.endswith("side")}
     assert list(rows) == ["int4", "* int8-weight-only", "exact"]
     assert [line.split()[-1] for line in rows.values()] == ["outside", "inside", "inside"]
+    assert any("cosine  95 % bound" in line for line in comment)
     kept = json.loads((tmp_path / "tuned.json").read_text(encoding="utf-8"))
     figures = {
         measured["measured"]["way"]["quantization"]: measured["measured"] for measured in kept["measured"]
     }
     for name, figure in figures.items():
         row = rows[{"int8-weight-only": "* int8-weight-only", None: "exact"}.get(name, name)]
-        assert f"{figure['quality']['mean']:.4f}" in row
+        mean, bound = (f"{figure['quality'][name]:.4f}" for name in ("mean", "lower_bound"))
+        assert f"{mean}  {bound:>10}" in row
         assert f"{figure['accuracy']:.4f}" in row
     for part in ("chosen: int8-weight-only", "cosine", "accuracy", "one text", "processor", "inside"):
         assert part in shown
