@@ -16,7 +16,7 @@ from service.routes.inference_route import InferenceRoute
 from service.routes.openai import models
 from service.routes.openai.classify import ClassificationRequest, Classifications, create_classifications
 from service.routes.openai.embeddings import create_embeddings
-from service.routes.openai.schemas import OPENAI, Embeddings, EmbeddingsRequest
+from service.routes.openai.schemas import OPENAI, RERANK, Embeddings, EmbeddingsRequest
 from service.routes.tei.embeddings import EmbedAllRequest, SimilarityRequest, embed_all, similarity
 from service.routes.tei.predict import PredictRequest, predict
 from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
@@ -51,8 +51,8 @@ INFERENCE_ROUTES = (
         OPENAI,
     ),
     InferenceRoute("/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, _TEI_WITH_MODELS),
-    InferenceRoute("/v1/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, OPENAI),
-    InferenceRoute("/v2/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, OPENAI),
+    InferenceRoute("/v1/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, RERANK),
+    InferenceRoute("/v2/rerank", rerank, RerankRequest, _RANKED, _SAYS_RANKED, RERANK),
     InferenceRoute(
         "/embed_all",
         embed_all,

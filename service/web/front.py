@@ -7,6 +7,7 @@ JSON of an error has the shape that the clients of its path read:
 
     this server's own                          {"error": {"code", "message", "field"}}
     OpenAI's, on /v1 and /v2                   {"error": {"message", "type", "param", "code"}}
+    the same, on /v1/rerank and /v2/rerank     {"error": {...}, "detail"}
     that of text-embeddings-inference (TEI)    {"error", "error_type"}
 """
 
@@ -94,6 +95,7 @@ _TEI_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloa
 # The paths of TEI that this server has no older route of its own for.
 _TEI_PATHS = frozenset({"/", "/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"})
 _OPENAI_PREFIXES = ("/v1/", "/v2/")
+_RERANK_PATHS = frozenset({"/v1/rerank", "/v2/rerank"})
 
 
 class Front(FastAPI):
@@ -269,6 +271,11 @@ def _openai(error: AttnCacheError) -> dict[str, Any]:
     }
 
 
+def _openai_and_jina(error: AttnCacheError) -> dict[str, Any]:
+    """Return the JSON of an error, as clients of OpenAI, and of Jina's reranker, read it."""
+    return {**_openai(error), "detail": str(error)}
+
+
 def _tei(error: AttnCacheError) -> dict[str, Any]:
     """Return the JSON of an error, as clients of text-embeddings-inference read it."""
     return {"error": str(error), "error_type": _TEI_TYPES.get(error.status, "Validation")}
@@ -276,6 +283,8 @@ def _tei(error: AttnCacheError) -> dict[str, Any]:
 
 def _shape_of(path: str) -> Callable[[AttnCacheError], dict[str, Any]]:
     """Return what makes the JSON of errors on a path, whether the path exists or not."""
+    if path in _RERANK_PATHS:
+        return _openai_and_jina
     if path.startswith(_OPENAI_PREFIXES) or path in ("/v1", "/v2"):
         return _openai
     return _tei if path in _TEI_PATHS else ours

@@ -147,6 +147,16 @@ async def test_bad_body_of_classify_is_refused_with_the_field():
             assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+async def test_clients_of_jina_find_the_message_of_an_error_in_its_detail(path):
+    async with serving() as client:
+        for response in (await client.post(path, json={"documents": ["a"]}), await client.get(path)):
+            assert is_openai_error(response)
+            assert response.json()["detail"] == response.json()["error"]["message"]
+        others = await client.post("/v1/embeddings", json={})
+        assert "detail" not in others.json()
+
+
 @pytest.mark.parametrize(
     ("texts", "status", "code", "param"),
     [

@@ -9,7 +9,8 @@ OF_BOTH_ROUTES = {
     *("segments", "query"),
 }
 TEI_PATHS = {"/", "/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"}
-OPENAI_PATHS = {"/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"}
+OPENAI_PATHS = {"/v1/embeddings", "/v1/classify"}
+RERANK_PATHS = {"/v1/rerank", "/v2/rerank"}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,18 @@ def test_all_routes_are_documented(description):
         *("/v1/models", "/v1/models/{model}"),
         *TEI_PATHS,
         *OPENAI_PATHS,
+        *RERANK_PATHS,
     }
 
 
 @pytest.mark.parametrize(
-    ("paths", "body"), [(TEI_PATHS, "TeiErrorBody"), (OPENAI_PATHS, "OpenAIErrorBody")], ids=["TEI", "OpenAI"]
+    ("paths", "body"),
+    [
+        (TEI_PATHS, "TeiErrorBody"),
+        (OPENAI_PATHS, "OpenAIErrorBody"),
+        (RERANK_PATHS, "RerankErrorBody"),
+    ],
+    ids=["TEI", "OpenAI", "rerank"],
 )
 def test_routes_of_other_servers_document_the_errors_of_these_servers(description, paths, body):
     for path in paths:

@@ -113,11 +113,22 @@ class OpenAIErrorBody(BaseModel):
     error: OpenAIError
 
 
-OPENAI = Api(
-    "OpenAI",
-    {status: {**documented, "model": OpenAIErrorBody} for status, documented in ERRORS.items()}
-    | {404: {"model": OpenAIErrorBody, "description": "The server does not serve the model."}},
-)
+class RerankErrorBody(OpenAIErrorBody):
+    """The body of every error response of the routes for reranking under /v1 and /v2."""
+
+    detail: str = Field(description="The message, for clients of Jina.", examples=["query is required"])
+
+
+def _documented(body: type[OpenAIErrorBody]) -> Api:
+    return Api(
+        "OpenAI",
+        {status: {**documented, "model": body} for status, documented in ERRORS.items()}
+        | {404: {"model": body, "description": "The server does not serve the model."}},
+    )
+
+
+OPENAI = _documented(OpenAIErrorBody)
+RERANK = _documented(RerankErrorBody)
 
 
 def usage_of(result: PrefillResult, settings: Settings) -> dict[str, Any]:
