@@ -185,10 +185,13 @@ async def test_unknown_paths_and_methods_have_the_shape_of_openai():
             ("GET", "/v1", 404),
             ("POST", "/v1/chat/completions", 404),
             ("DELETE", "/v1/models/fake", 405),
+            ("GET", "/v1/models/", 404),
             ("GET", "/v2/nothing", 404),
         ):
             response = await client.request(method, path)
             assert (response.status_code, is_openai_error(response)) == (status, True)
+            code = "not_found" if status == 404 else "method_not_allowed"
+            assert response.json()["error"]["code"] == code
 
 
 async def test_every_refusal_has_the_shape_of_openai():

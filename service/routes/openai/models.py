@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from service.errors import UnknownModel
+from service.errors import NotFound, UnknownModel
 from service.routes.common import json_response
 from service.routes.inference_route import ANSWERED_BY
 from service.routes.openai.schemas import OPENAI, Model, Models
@@ -54,6 +54,8 @@ async def list_models(call: CurrentCall) -> Response:
 @router.get("/models/{model:path}", response_model=Model, responses={**_RESPONSES, 404: OPENAI.errors[404]})
 async def retrieve_model(call: CurrentCall, model: str) -> Response:
     """Return the model, by any name that requests may give."""
+    if not model:
+        raise NotFound("no such path; /v1/models lists the model")
     check_model_name(model, call.state.settings)
     return json_response(_described(call))
 
