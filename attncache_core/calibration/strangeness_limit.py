@@ -36,7 +36,7 @@ from attncache_core.reuse.storage.layout import RecordKind
 # Shares of the probes like the corpus that a limit may reject as too strange, tried in this order. A smaller
 # mask is better than a limit that rejects more of the texts that the database was made for.
 _REJECTED = (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08)
-_FEW_HITS = "kinds of few hits"
+_FEW_HITS = "kinds of fewer than 20 hits, together"
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,8 @@ def _quality(manifest: Manifest) -> str:
     quality = manifest.quality
     if not quality["measured"]:
         return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
-    measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
+    texts = f"{quality['measured']} held-out texts, on which θ was chosen"
+    measured = f"{texts}: hit rate {quality['hit_rate']:.3f}"
     if quality["mean"] is None:
         return f"{measured}; {why_exact(manifest)}"
     return (
@@ -157,8 +158,8 @@ def _left_out(left_out: dict[str, Any], budget: Budget) -> str:
     if budget.floor or budget.measure is Measure.AGREEMENT:
         harmed = f"below {budget.floor}" if budget.floor else "with another decision"
         text += (
-            f", {left_out['harmed']} of them {harmed} (at most {left_out['harmed_at_most']:.1%}, with 95 % "
-            "confidence over kinds)"
+            f", {left_out['harmed']} of them {harmed} (by 95 % bounds over hits and over kinds, at most "
+            f"{left_out['harmed_at_most']:.1%})"
         )
     if worst := left_out["worst"]:
         text += f"; the worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)"

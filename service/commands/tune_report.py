@@ -63,7 +63,7 @@ def conclusion(report: TuneReport) -> Iterator[str]:
     exact = report.measured[0]
     alone = f"{exact.milliseconds_alone:.2f} ms for one text"
     yield f"exact: {exact.texts_per_second:,.0f} texts/s in full batches, {alone}"
-    yield f"budget, kept with 95 % confidence: {_in_words(report.budget)}"
+    yield f"budget, which the 95 % bound of a way must keep: {_in_words(report.budget)}"
     chosen = report.chosen
     if chosen is None:
         yield "no way keeps the budget: serve in float32"

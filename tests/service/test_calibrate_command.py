@@ -100,8 +100,8 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(calibratable,
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        (Budget(Measure.COSINE, 0.985, 0.95), "40 hits, 2 of them below 0.95 (at most 3.3%, with 95 % conf"),
-        (Budget(Measure.AGREEMENT, 0.98), "40 hits, 2 of them with another decision (at most 3.3%, with 95"),
+        (Budget(Measure.COSINE, 0.985, 0.95), "40 hits, 2 of them below 0.95 (by 95 % bounds over hits"),
+        (Budget(Measure.AGREEMENT, 0.98), "40 hits, 2 of them with another decision (by 95 % bounds"),
         (Budget(Measure.COSINE, 0.985), "out of the fit: 40 hits; the worst mean of a kind is 0.99"),
     ],
     ids=["floor", "decisions", "no-floor"],
