@@ -26,7 +26,7 @@ from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
 from attncache_core.runtime.stored import Stored
 
 WINDOW_HITS = 1000  # number of verified hits in a full window
-EVIDENCE = 1000.0  # the sum of capitals at which a budget counts as failed
+EVIDENCE = 2000.0  # the sum of capitals at which a budget counts as failed
 # The part of a capital that a hit without loss costs. Large parts find large losses sooner.
 _BETS = np.array([[0.01], [0.04], [0.16]])
 _ROUNDING = 1e-6  # by which the cosine of equal outputs may differ from 1
