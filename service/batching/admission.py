@@ -27,6 +27,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter, itemgetter
 from statistics import median
 
@@ -174,28 +175,29 @@ class Admission:
     def late(self, now: float) -> tuple[PendingRequest, QueueFull] | None:
         """Return a request of several batches to give up, so that another one is answered in time, and why.
 
-        The speed was not known, or was higher, when they were admitted. The one that came last is given up,
-        because least of it is computed. Of the others, only the one that must end first is looked at, once in
-        a round.
+        The speed was not known, or was higher, when they were admitted. If two or more would be too late
+        beside each other, the one of them that came last is given up, because least of it is computed. A
+        request that is too late alone is left to its deadline. Looks once in a round.
         """
         speed, batch = self.speed.tokens_per_second, self.limits.batch_tokens
         if speed is None or not self.speed.is_new:
             return None
         self.speed.is_new = False
+
+        def is_late(request: PendingRequest) -> bool:
+            within, others = self._turns(request, attrgetter("waiting_tokens"))
+            needed = within + sum(min(waiting, within) for waiting, _ in others)
+            return request.waiting_tokens <= speed * (request.deadline - now) < needed
+
         large = [request for request in self.order if request.waiting_tokens > batch]
-        possible = [each for each in large if each.waiting_tokens <= speed * (each.deadline - now)]
-        if not possible:
+        large.sort(key=attrgetter("timing.queued_at"), reverse=True)
+        late = list(islice(filter(is_late, large), 2))
+        if len(late) < 2:
             return None
-        first = min(possible, key=attrgetter("deadline"))
-        within, others = self._turns(first, attrgetter("waiting_tokens"))
-        needed = within + sum(min(waiting, within) for waiting, _ in others)
-        if needed <= speed * (first.deadline - now):
-            return None
-        last = max(large, key=attrgetter("timing.queued_at"))
+        last = late[0]
         return last, QueueFull(
-            "this request was given up, because the server has become slower than it was, and requests that "
-            "came before would not be answered in time; send the request again after the seconds in "
-            "Retry-After",
+            "this request was given up, because the server has become slower than it was, and neither it nor "
+            "one before it would be answered in time; send it again after the seconds in Retry-After",
             retry_after_seconds=self._retry_after(last, self.order.cost - last.waiting_tokens, now),
         )
 
@@ -204,15 +206,17 @@ class Admission:
     ) -> tuple[int, list[list[int]]]:
         """Return the tokens of a request's client that come before its end, and those of each other client.
 
-        tokens: counts those of a request. Those of other clients are counted by it, and as they wait now.
+        tokens: counts the tokens of a request. Those of other clients are counted so, and as they wait now.
         """
         own = within = tokens(request)
         others = dict[Hashable, list[int]]()
         for other in self.order:
             if other is request:
                 continue
-            if other.flow[:1] == request.flow[:1]:
-                within += tokens(other) if other.flow == request.flow else min(tokens(other), own)
+            if other.flow == request.flow:
+                within += tokens(other) if other.timing.queued_at <= request.timing.queued_at else 0
+            elif other.flow[:1] == request.flow[:1]:
+                within += min(tokens(other), own)
             else:
                 counted = others.setdefault(other.flow[:1], [0, 0])
                 counted[0] += tokens(other)

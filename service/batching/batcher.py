@@ -65,7 +65,8 @@ class Batcher:
     ) -> None:
         """result_bytes: most bytes of results that are kept; 0 computes equal texts again.
 
-        watching: what surrounds each batch, its tokenising and each verification, such as Watchdog.watching.
+        watching: what surrounds each batch, the tokenising of each part of a request, and each verification,
+        such as Watchdog.watching.
         """
         self._watching = watching
         self._is_closed = False
@@ -205,7 +206,8 @@ class Batcher:
         """
         started = time.perf_counter()
         try:
-            made = request.next_part(self._runner.engine, self._limits.request_tokens)
+            with self._watching():
+                made = request.next_part(self._runner.engine, self._limits.request_tokens)
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
             self._metrics.tokenize_seconds.observe(seconds)
@@ -238,21 +240,19 @@ class Batcher:
     def _run_batches(self) -> None:
         # Closed at once if this raises: the batch would count as computed, and keep others waiting.
         with contextlib.closing(self.queue.batches()) as batches:
-            while True:
-                with self._watching():
-                    batch = next(batches, None)
-                    if batch is None:
-                        return
-                    try:
+            for batch in batches:
+                try:
+                    with self._watching():
                         self._start(self.queue.start_more())
                         self._runner.run(batch)
-                    except BaseException:
-                        self._runner.fail(batch)
-                        raise
-                    if (late := self.queue.late()) is not None:
-                        self._runner.reject([late])
-                    verifier = self.verifier
-                    if verifier and verifier.is_overdue:
+                except BaseException:
+                    self._runner.fail(batch)
+                    raise
+                if (late := self.queue.late()) is not None:
+                    self._runner.reject([late])
+                verifier = self.verifier
+                if verifier and verifier.is_overdue:
+                    with self._watching():
                         verifier.verify_some()
 
     def _verify_later(self) -> None:

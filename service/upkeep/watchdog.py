@@ -62,13 +62,17 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep the time of one batch of this thread."""
+        """Keep the time of one batch of this thread, or of a part of it, which is watched by itself."""
         thread = threading.get_ident()
+        before = self._began.get(thread)
         self._began[thread] = time.monotonic()
         try:
             yield
         finally:
-            self._began.pop(thread, None)
+            if before is None:
+                self._began.pop(thread, None)
+            else:
+                self._began[thread] = before
 
     @property
     def overdue_seconds(self) -> float:

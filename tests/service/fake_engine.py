@@ -26,6 +26,7 @@ from attncache_core.reuse.maps.info import DatabaseInfo
 from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.text.pairs import TruncatedTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
@@ -199,7 +200,9 @@ class FakeEngine:
                 raise InputTooLong(
                     f"the text has more than {self.tokenizer.max_tokens} tokens", field=f"inputs[{index}]"
                 )
-        return [[ord(character) for character in text[: self.tokenizer.max_tokens]] for text in texts]
+        whole = [list(map(ord, text)) for text in texts]
+        longest = self.tokenizer.max_tokens
+        return [ids if len(ids) <= longest else TruncatedTokens(ids[:longest]) for ids in whole]
 
     def run(self, requests):
         assert all(request.sequence_plan for request in requests)

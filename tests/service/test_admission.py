@@ -76,6 +76,7 @@ async def test_tokens_are_guessed_from_what_most_characters_became():
     async with batching(FakeEngine()) as batcher:
         prose = Texts(["z" * 60] * 40, truncate=True)
         await submit(batcher, ["a"])
+        await submit(batcher, ["cut " * 5000, "whole"])  # says nothing
         assert 600 <= batcher.guess_tokens(prose) <= 650
         await submit(batcher, ["y" * 60] * 90)
         assert 1500 <= batcher.guess_tokens(prose) <= 2400
@@ -209,17 +210,19 @@ def test_requests_that_came_last_are_given_up_when_the_queue_becomes_slower(
 @pytest.mark.parametrize(
     ("requests", "given_up"),
     [
-        ([("a", 70_000, 60), ("b", 100, 60)], None),  # too large even alone, which its deadline tells
-        ([("a", 70_000, 60), ("b", 50_000, 60)], 1),
-        ([("a", 50_000, 60), ("b", 50_000, math.inf)], 1),
+        ([("a", 50_000, 60), ("b", 50_000, 60), ("c", 50_000, 60)], 2),
+        ([("a", 50_000, 60), ("b", 50_000, math.inf)], None),  # the second one has time
         ([("a", 50_000, math.inf), ("b", 50_000, math.inf)], None),
+        ([("a", 51_000, 60), ("b", 24_000, 60)], None),  # the second one ends in time beside the first
+        ([("a", 4_000, 5), ("b", 10_000, 60)], None),
+        ([("a", 4_000, 6), ("b", 4_000, 6), ("c", 20_000, 60)], 1),  # the third one has time
+        ([("a", 70_000, 60), ("b", 50_000, 60)], None),  # the first one is too large even alone
         ([("a", 50_000, 60)] + [(f"{client}", 90, 60) for client in range(50)], None),
-        ([("a", 58_000, 60)] + [(f"{client}", 90, 60) for client in range(50)], 0),  # many small ones
-        ([("a", 40_000, 60), ("b", 2_500, 4)], 1),  # it came last, and is too late itself
-        ([("a", 40_000, 60), ("b", 5_000, 4)], None),
+        ([("a", 58_000, 60)] + [(f"{client}", 90, 60) for client in range(50)], None),  # would help nobody
+        ([("a", 15_000, 20), ("a", 30_000, 60)], None),  # one after the other
     ],
 )
-def test_request_is_given_up_only_if_another_gains_from_it(requests, given_up):
+def test_request_is_given_up_only_if_it_and_one_before_would_be_too_late(requests, given_up):
     order = FairOrder()
     made = [
         waiting((flow,), tokens, seconds, now=place / 1000)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import itertools
 import random
 import threading
 import time
@@ -257,18 +258,18 @@ async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_tim
     assert set(verifying) == {0}
 
 
-async def test_tokenising_computing_and_verifying_are_watched():
-    engine, here, found = FakeEngine(stored=AnyText()), threading.local(), set()
+async def test_tokenising_computing_and_verifying_are_watched_each_by_itself():
+    engine, here, found, numbers = FakeEngine(stored=AnyText()), threading.local(), [], itertools.count()
 
     @contextlib.contextmanager
     def watching():
-        here.is_watched = True
+        here.watch = next(numbers)
         yield
-        here.is_watched = False
+        here.watch = None
 
     def noting(name, method):
         def noted(*arguments, **more):
-            found.add((name(*arguments), getattr(here, "is_watched", False)))
+            found.append((name(*arguments), getattr(here, "watch", None)))
             return method(*arguments, **more)
 
         return noted
@@ -282,11 +283,14 @@ async def test_tokenising_computing_and_verifying_are_watched():
     verifier = Verifier(engine, 1.0, metrics, random.Random(0))
     limits = Limits(1000, 100, 1000, 10**6)
     batcher = Batcher(engine, limits, metrics, verifier, watching=watching)
-    await submit(batcher, ["a"])
+    await asyncio.gather(submit(batcher, ["a"]), submit(batcher, ["b"]))
     while verifier.has_work or batcher.queue._running:
         await asyncio.sleep(0.001)
     await asyncio.to_thread(batcher.close)
-    assert found == {("tokenising", True), ("batch", True), ("verification", True)}
+    assert {name for name, _ in found} == {"tokenising", "batch", "verification"}
+    watches = [watch for _, watch in found]
+    assert None not in watches
+    assert len(set(watches)) == len(watches)
 
 
 def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count():

@@ -27,6 +27,16 @@ def test_nothing_is_overdue_before_the_first_batch_within_its_time_and_after_the
     assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
 
 
+def test_part_of_a_batch_is_watched_by_itself_and_the_batch_goes_on_behind_it():
+    watchdog, here = Watchdog(stuck_seconds=HOUR), threading.get_ident()
+    with watchdog.watching():
+        watchdog._began[here] -= 3 * HOUR
+        with watchdog.watching():
+            assert watchdog.condition is Condition.FINE
+        assert watchdog.condition is Condition.STUCK
+    assert watchdog.condition is Condition.FINE
+
+
 def test_thread_that_hangs_is_not_hidden_by_threads_that_work():
     watchdog, may_end = Watchdog(stuck_seconds=1e-3), threading.Event()
 
