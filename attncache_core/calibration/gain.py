@@ -149,7 +149,9 @@ def require_gain(
             reuse.prepare(changed.lengths)
         reuse.reuse_off.append("files of the database changed while the gain of reuse was measured")
         return
-    reuse.reuse_in(gain.paying, gain)
+    # What was measured does not hold for groups that were tightened meanwhile.
+    measured, now = search.policy.groups, reuse.policy.groups
+    reuse.reuse_in([index for index in gain.paying if measured[index] == now[index]], gain)
 
 
 def _circumstances(engine: PrefillEngine, reuse: MapReuse) -> dict[str, Any]:

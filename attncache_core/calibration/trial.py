@@ -22,7 +22,7 @@ from attncache_core.calibration.savings import Savings, embedded_batches, measur
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.vectors import require_finite
-from attncache_core.reuse.maps.policy import Budget
+from attncache_core.reuse.maps.policy import Budget, shown_below
 from attncache_core.reuse.maps.search import SearchEngine
 
 # A new generation must save at least this many times the time that the present one saves.
@@ -150,12 +150,13 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
         kept, floor = "", ""
         if budget.floor:
             kept, floor = (
-                f" and the kept floor {_shown(all_hits.floor or 0.0, budget.floor)}",
+                f" and the kept floor {shown_below(all_hits.floor or 0.0, budget.floor)}",
                 f" and {budget.floor}",
             )
+        bound = shown_below(all_hits.lower_bound, budget.least)
         return (
-            f"the mean {budget.measure} of the held-out hits is {all_hits.mean:.4f} (bound "
-            f"{_shown(all_hits.lower_bound, budget.least)}){kept}, and the budget is {budget.least}{floor}"
+            f"the mean {budget.measure} of the held-out hits is {all_hits.mean:.4f} (bound {bound}){kept}, "
+            f"and the budget is {budget.least}{floor}"
         )
     for index in np.unique(trial.groups).tolist():
         fidelity = trial.fidelity[trial.groups == index]
@@ -166,10 +167,10 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
             )
         quality = Quality.of(fidelity, budget.measure)
         if quality.lower_bound < budget.least:
+            bound = shown_below(quality.lower_bound, budget.least)
             return (
                 f"the mean {budget.measure} of the held-out hits of {trial.names[index]} tokens is "
-                f"{quality.mean:.4f} (bound {_shown(quality.lower_bound, budget.least)}), and the budget is "
-                f"{budget.least}"
+                f"{quality.mean:.4f} (bound {bound}), and the budget is {budget.least}"
             )
     return _why_outside_for_a_client(trial, budget)
 
@@ -181,15 +182,9 @@ def _why_outside_for_a_client(trial: Trial, budget: Budget) -> str | None:
         if len(fidelity) >= MIN_PROBES and fidelity.mean() < budget.least:
             return (
                 f"the mean {budget.measure} of the {len(fidelity)} held-out hits of one API key is "
-                f"{_shown(fidelity.mean(), budget.least)}, and the budget is {budget.least}"
+                f"{shown_below(fidelity.mean(), budget.least)}, and the budget is {budget.least}"
             )
     return None
-
-
-def _shown(value: float, least: float) -> str:
-    """Return a value with four decimals, or with as many as show that it is below `least`, if it is."""
-    decimals = next((count for count in range(4, 17) if float(f"{value:.{count}f}") < least), 4)
-    return f"{value:.{decimals}f}"
 
 
 def _why_no_better(present: Trial, new: Trial) -> str | None:

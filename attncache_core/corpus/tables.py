@@ -284,9 +284,10 @@ def _fields(
     found = []
     for column in columns:
         value = values.get(column)
-        # A bool is an int for Python.
-        if not isinstance(value, str) and (column not in numbers or type(value) not in (int, float)):
-            accepted = "neither a string nor a number" if column in numbers else "no string"
+        # Of larger numbers, digits were lost.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
+        if not isinstance(value, str) and (column not in numbers or not is_number):
+            accepted = "neither a string nor a number below 2^53" if column in numbers else "no string"
             why = "has no text" if value is None else f"has a value that is {accepted}"
             raise InvalidInput(f"{path}, line {number} {why} in {column!r}", field="column")
         found.append(str(value))

@@ -109,7 +109,7 @@ class TextTokenizer:
             return self.default_prompt
         if name not in self._prefixes:
             known = f"its prompts are {', '.join(self._prefixes)}" if self._prefixes else "it has no prompts"
-            raise InvalidInput(f"prompt_name is not a prompt of the model; {known}", field="prompt_name")
+            raise InvalidInput(f"prompt_name names no prompt of the model; {known}", field="prompt_name")
         return self.prompt(Template(prefix=self._prefixes[name]), field="prompt_name")
 
     def front(self, template: Template) -> list[int]:

@@ -33,6 +33,7 @@ _RETRY_IN_FLIGHT_SECONDS = 1
 _MAX_TRIES = 100
 _MAX_PAUSE_SECONDS = 0.02
 _FULL_SECONDS = 60.0  # in which an empty bucket is filled
+_LONGEST_SECONDS = 3600.0  # that a request may take on any machine, or longer where it may take longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +328,9 @@ class _Used:
         return max([1.0, *buckets, *(ends_at - now for _, ends_at in self.in_flight.values())])
 
     def total_in_flight(self, now: float, max_seconds: float) -> int:
-        # As for buckets, a clock that is ahead by more than a minute is not believed: what its process has
-        # counted would count long after the process was killed.
-        latest = now + max_seconds + _FULL_SECONDS
+        # A clock that is far ahead is not believed: what its process has counted would count long after the
+        # process was killed. Requests of other machines may take longer than those of this one.
+        latest = now + max(max_seconds, _LONGEST_SECONDS)
         self.in_flight = {
             process: requests for process, requests in self.in_flight.items() if now < requests[1] <= latest
         }

@@ -84,8 +84,8 @@ def calibrate(
 
     With --texts: the mask and the thresholds of a database are chosen again. The choice saves the most time
     within the budget, measured on the given texts that are not in the database. The budget is a mean over the
-    hits of each group of lengths, whose 95 % bound must be inside. Without classes, the mean is the cosine to
-    the full model's embedding. With classes (of the model, a classifier or labels), the mean is the share of
+    hits of each group of lengths; its 95 % bound must keep it. Without classes, the mean is the cosine to the
+    full model's embedding. With classes (of the model, a classifier or labels), the mean is the share of
     hits that keep the full model's decision. In addition, 99 of 100 hits keep --min-text-cosine, and texts
     that do not resemble the given texts are computed in full. Restart running servers afterwards.
 

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from attncache_core import (
@@ -75,9 +75,8 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
     retry_at, wait, told = math.inf, _RETRY_SECONDS, ""
     while True:
         if engine.map_reuse.awaits_gain:
-            yield from _measuring(engine, engine, settings)
-            if not engine.map_reuse.awaits_gain:
-                logger.info("reuse     %s", expected_savings(engine))
+            goes_on = partial(_is_as_known, served, (served.generation, seen), retry_at)
+            yield from _measuring_first(engine, settings, goes_on)
         yield Pause(SECONDS_BETWEEN_LOOKS)
         engine.map_reuse.adopt_findings()
         found = _look(served)
@@ -96,7 +95,8 @@ def _followed(engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
             assert replacement.map_reuse is not None
             following = replacement.map_reuse.database
             seen = following.generation
-            yield from _measuring(replacement, engine, settings)
+            goes_on = partial(_is_as_known, following, (seen,), math.inf)
+            yield from _measuring(replacement, engine, settings, goes_on)
         except Exception as error:
             expected = isinstance(error, AttnCacheError | OSError)
             before, told = told, f"generation {found.number} cannot be used: {error}"
@@ -119,6 +119,11 @@ def _look(database: AttentionDatabase) -> Generation | str:
         return str(error)
 
 
+def _is_as_known(database: AttentionDatabase, known: Collection[Generation | str], retry_at: float) -> bool:
+    """Return whether looks find what is known, which need not be tried before `retry_at`."""
+    return time.monotonic() < retry_at and _look(database) in known
+
+
 def _of_current_generation(
     engine: PrefillEngine, served: AttentionDatabase, settings: Settings
 ) -> PrefillEngine:
@@ -137,42 +142,60 @@ def _of_current_generation(
     return load_replacement(engine, settings)
 
 
-def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
+def _measuring_first(
+    engine: PrefillEngine, settings: Settings, goes_on: Callable[[], bool]
+) -> Iterator[Loaded]:
+    """Measure the gain of the engine that serves, as `_measuring`. After an error, it reuses nothing."""
+    reuse = engine.map_reuse
+    assert reuse is not None
+    try:
+        yield from _measuring(engine, engine, settings, goes_on)
+    except Exception as error:
+        logger.error("the gain of reuse cannot be measured, so nothing is reused: %s", error, exc_info=True)
+        reuse.reuse_in(())
+        reuse.reuse_off.append("the gain of reuse cannot be measured; the log says why")
+    else:
+        if not reuse.awaits_gain:
+            logger.info("reuse     %s", expected_savings(engine))
+
+
+def _measuring(
+    replacement: PrefillEngine, engine: PrefillEngine, settings: Settings, goes_on: Callable[[], bool]
+) -> Iterator[Loaded]:
     """Measure the gain of the next engine while the present one serves, unless it is known.
 
-    Waits while requests are computed, or other programs use the processors, as long as the generation stays
-    current. Yields pauses meanwhile, and the present engine adopts what other servers find. Both may be the
-    same engine.
+    Waits while requests are computed, or other programs use the processors, as long as `goes_on`. Yields
+    pauses meanwhile, and the present engine adopts what other servers find. Both may be the same engine.
     """
     reuse = replacement.map_reuse
     assert reuse is not None
     assert engine.map_reuse is not None
-    wait, generation = _RETRY_SECONDS, reuse.database.generation
-    is_current = True
+    wait, number = _RETRY_SECONDS, reuse.database.generation.number
+    is_wanted = True
 
     def idle_mark() -> int | None:
-        if not is_current:
+        if not is_wanted:
             raise MachineBusy("another generation is current")
         return engine.runs.idle_mark()
 
     measure = partial(require_gain, replacement, settings.min_gain, idle_mark=idle_mark)
-    while reuse.awaits_gain and (is_current := _look(reuse.database) == generation):
+    while reuse.awaits_gain and (is_wanted := goes_on()):
         yield MEASURING_GAIN
         try:
             for pause in _while_running(measure, MEASURING_GAIN):
                 engine.map_reuse.adopt_findings()
                 yield pause
-                is_current = _look(reuse.database) == generation
+                is_wanted = goes_on()
         except MachineBusy as busy:
-            if not is_current:
+            if not is_wanted:
                 return
             line = (
-                f"{busy}: maps of generation {generation.number} are not reused, and the gain is measured "
-                f"again in {wait / 60:.0f} min"
+                f"{busy}: maps of generation {number} are not reused, and the gain is measured again in "
+                f"{wait / 60:.0f} min"
             )
             yield line
             retry_at, wait = time.monotonic() + wait, min(2 * wait, _MAX_RETRY_SECONDS)
-            while time.monotonic() < retry_at and _look(reuse.database) == generation:
+            while time.monotonic() < retry_at and goes_on():
                 engine.map_reuse.adopt_findings()
                 yield Pause(SECONDS_BETWEEN_LOOKS, line)
 

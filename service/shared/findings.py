@@ -46,6 +46,8 @@ def findings_of_all(address: SharedAddress) -> FindingsOfAll:
 
 
 def _set(pipeline: Any, name: str, change: Callable[[bytes | None], bytes]) -> None:
-    content = change(pipeline.get(name))
+    known = pipeline.get(name)
+    content = change(known)
     pipeline.multi()
-    pipeline.set(name, content)
+    if content != known:
+        pipeline.set(name, content)

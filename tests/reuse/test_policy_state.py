@@ -124,7 +124,7 @@ def test_kept_steps_hold_at_the_next_start(tmp_path, steps):
 def test_hits_are_kept_after_a_restart_and_new_hits_are_added(tmp_path):
     assert ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.25, float("nan")]})
     again = ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.5]})
-    assert str(dict(again.windows)[FIRST]) == "(0.25, nan, 0.5)"
+    assert str(dict(again.windows)[FIRST]) == "(0.25, -1.0, 0.5)"
 
 
 def test_tightening_empties_the_windows_of_the_group_for_every_server(tmp_path):

@@ -134,7 +134,7 @@ async def test_unknown_prompt_is_refused_with_the_known_prompts(tmp_path):
         info = (await client.get("/info")).json()
     error = response.json()["error"]
     assert (response.status_code, error["field"]) == (400, "prompt_name")
-    assert error["message"] == "prompt_name is not a prompt of the model; its prompts are ask"
+    assert error["message"] == "prompt_name names no prompt of the model; its prompts are ask"
     assert (info["prompts"], info["template"], info["pooling"]) == ({"ask": "my "}, "{}", ["mean"])
 
 

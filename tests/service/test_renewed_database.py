@@ -32,6 +32,7 @@ from attncache_core import (
     build_database,
     fit_classifier,
 )
+from attncache_core.calibration import gain
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.heads.comparator import Measure
 from attncache_core.native import memory
@@ -522,6 +523,51 @@ def test_measurement_that_waits_for_requests_ends_when_another_generation_is_cur
     second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
     assert second.map_reuse.database.generation.number == 1
     assert ended.is_set()
+
+
+def test_gain_is_measured_while_a_generation_that_cannot_be_used_is_current(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, gain_of
+):
+    def refuse(*_):
+        raise DatabaseRefused("of another model", field="database")
+
+    monkeypatch.setattr(renewals, "_of_current_generation", refuse)
+    gain_of[0] = lambda: None
+    loaded = following(tiny_checkpoint, root)
+    reuse = next(loaded).map_reuse
+    publish(root, tiny_prototypes_database)
+    for _ in range(10):
+        next(loaded)
+    assert not reuse.awaits_gain
+
+
+def test_error_of_the_first_measurement_turns_reuse_off_and_following_goes_on(
+    tiny_checkpoint, tiny_prototypes_database, root, gain_of, caplog
+):
+    gain_of[0] = lambda: 1 / 0
+    loaded = following(tiny_checkpoint, root)
+    first = next(loaded)
+    for _ in range(5):
+        next(loaded)
+    assert first.map_reuse.reuse_off == ["the gain of reuse cannot be measured; the log says why"]
+    assert not any(group.reuses for group in first.map_reuse.info().policy.groups)
+    assert "division by zero" in caplog.text
+    publish(root, tiny_prototypes_database)
+    second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
+    assert second.map_reuse.database.generation.number == 1
+
+
+def test_group_that_is_tightened_while_its_gain_is_measured_does_not_pay(tiny_checkpoint, root, monkeypatch):
+    def measure(timing, traffic, *_):
+        timing.engine.map_reuse.tighten(0)
+        return SimpleNamespace(paying=tuple(traffic.hit_rates), least_tokens=0, groups={})
+
+    monkeypatch.setattr(gain, "measure_gain", measure)
+    monkeypatch.setattr(gain, "_kept_gain", lambda *_: None)
+    engine = next(following(tiny_checkpoint, root))
+    gain.require_gain(engine, 0.05)
+    assert not engine.map_reuse.awaits_gain
+    assert not engine.map_reuse.reuses(0)
 
 
 def test_generation_that_is_taken_back_while_its_gain_is_measured_does_not_serve(

@@ -65,6 +65,12 @@ class Budget(Stored):
         return ~(fidelity >= 1)
 
 
+def shown_below(value: float, least: float) -> str:
+    """Return a value with four decimals, or with as many as show that it is below `least`, if it is."""
+    decimals = next((count for count in range(4, 17) if float(f"{value:.{count}f}") < least), 4)
+    return f"{value:.{decimals}f}"
+
+
 # A threshold that no similarity reaches. It is finite because a manifest holds only finite thresholds.
 _NEVER = 2.0
 

@@ -12,13 +12,14 @@ the same way under the policy's digest, where all of them find it (SharedFinding
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import orjson
 from pydantic import TypeAdapter
 
 from attncache_core.errors import CorruptDatabase
@@ -35,7 +36,7 @@ class Tightened(Stored):
     """The findings about one policy: its steps, and the last verified hits of each window."""
 
     steps: Steps
-    windows: tuple[tuple[Window, tuple[float, ...]], ...] = ()  # fidelities, oldest first; nan is allowed
+    windows: tuple[tuple[Window, tuple[float, ...]], ...] = ()  # fidelities, oldest first
 
     def __post_init__(self) -> None:
         """Raise ValueError if a fidelity is outside [-1, 1]."""
@@ -45,7 +46,8 @@ class Tightened(Stored):
     def merged(self, new: Tightened) -> Tightened:
         """Return the findings after one server has added its new findings.
 
-        The steps are the larger ones of both. Fidelities of hits that a looser policy let hit are dropped.
+        The steps are the larger ones of both. Fidelities of hits that a looser policy let hit are dropped. A
+        nan, which JSON does not have, becomes -1.
         """
         steps = self.steps.tighter(new.steps)
         now = {(window.place, window.band): window for window in windows_of(steps)}
@@ -53,7 +55,8 @@ class Tightened(Stored):
         for window, fidelities in (*self.windows, *new.windows):
             current = now.get((window.place, window.band))
             if current and not window.is_outdated(current):
-                windows[window] = (*windows.get(window, ()), *fidelities)[-WINDOW_HITS:]
+                known = [-1.0 if math.isnan(fidelity) else fidelity for fidelity in fidelities]
+                windows[window] = (*windows.get(window, ()), *known)[-WINDOW_HITS:]
         return Tightened(steps, tuple(windows.items()))
 
 
@@ -176,7 +179,7 @@ class ServedPolicy:
             if len(known.steps.groups) != len(self._calibrated.groups):
                 raise ValueError("the policies have other groups")
             merged = known.merged(new)
-            return json.dumps(asdict(merged)).encode()
+            return orjson.dumps(merged)
 
         try:
             shared.change(self._calibrated.digest, merge)
@@ -223,7 +226,7 @@ def merge_tightened(
         merged = _findings(policies, calibrated, path).merged(new)
         content = _File(1, {**policies, calibrated.digest: merged})
         remove_unfinished(folder, path.name)
-        write_whole(path, json.dumps(asdict(content)).encode())
+        write_whole(path, orjson.dumps(content))
         return merged
 
 

@@ -5,12 +5,12 @@ holds the last verified hits of one length group and one band of strangeness, so
 cannot hide a few bad hits of unusual texts.
 
 A window is judged again and again while a server runs, so a test that errs once in twenty looks would fail
-every policy in time. The judgement is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo 2023). At each
-hit, somebody begins to bet with a capital of 1, and bets a part of it on each later hit: that the hit loses
-more than the budget allows. If hits lose just what the budget allows, the bets are fair: no capital grows on
-average, and the sum of all capitals grows by 1 per hit. So at least `EVIDENCE` hits pass on average until the
-sum reaches `EVIDENCE` by chance. If hits lose more, capitals grow exponentially, also those of bets that
-began after the hits became worse.
+every policy sooner or later. The judgement is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo 2023).
+At each hit, somebody begins to bet with a capital of 1, and bets a part of it on this hit and each later one:
+that the hit loses more than the budget allows. If hits lose just what the budget allows, the bets are fair:
+no capital grows on average, and the sum of all capitals grows by 1 per hit. So at least `EVIDENCE` hits pass
+on average until the sum reaches `EVIDENCE` by chance. If hits lose more, capitals grow exponentially, also
+those of bets that began after the hits became worse.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from enum import StrEnum
 
 import numpy as np
 
-from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, shown_below
 from attncache_core.runtime.stored import Stored
 
 WINDOW_HITS = 1000  # number of verified hits in a full window
-EVIDENCE = 2000.0  # the sum of capitals at which a budget counts as failed
+# The sum of capitals at which a budget counts as failed. It is above their number, so that one has grown.
+EVIDENCE = 2.0 * WINDOW_HITS
 # The part of a capital that a hit without loss costs. Large parts find large losses sooner.
 _BETS = np.array([[0.01], [0.04], [0.16]])
+_DIGITS = 6
 _ROUNDING = 1e-6  # by which the cosine of equal outputs may differ from 1
 
 
@@ -81,8 +83,8 @@ class Shortfall:
         """Return which part of the budget is not kept, for people."""
         if self.is_of_mean:
             return (
-                f"mean {budget.measure.value} {self.mean:.5f} of the last {self.hits} verified hits is below "
-                f"the budget {budget.least:.5f}"
+                f"mean {budget.measure.value} {shown_below(self.mean, budget.least)} of the last {self.hits} "
+                f"verified hits is below the budget {budget.least}"
             )
         return (
             f"{self.harmed} of the last {self.hits} verified hits are below {budget.measure.value} "
@@ -141,8 +143,8 @@ class VerifiedHits:
         A Shortfall empties the window, because the caller then tightens the policy, and the hits in the
         window were let hit by the looser policy.
         """
-        # Rounding can make a cosine larger than 1.
-        added = np.clip(list(fidelities), -1.0, 1.0).tolist()
+        # With few digits, because all of them are written to a file again and again.
+        added = np.round(np.nan_to_num(list(fidelities), nan=-1.0), _DIGITS).clip(-1, 1).tolist()
         for windows in (self._all, self.new):
             windows.setdefault(window, deque(maxlen=WINDOW_HITS)).extend(added)
         shortfall = find_shortfall(self._all[window], self._budget) if self._all[window] else None
