@@ -195,10 +195,13 @@ class Admission:
         if len(late) < 2:
             return None
         last = late[0]
+        # Whatever others do not get by their deadlines, they will not wait for any longer.
+        seconds = max(request.deadline for request in large if request is not last) - now
+        leaving = min(self.order.cost - last.waiting_tokens, speed * seconds)
         return last, QueueFull(
             "this request was given up, because the server has become slower than it was, and neither it nor "
             "one before it would be answered in time; send it again after the seconds in Retry-After",
-            retry_after_seconds=self._retry_after(last, self.order.cost - last.waiting_tokens, now),
+            retry_after_seconds=self._retry_after(last, leaving, now),
         )
 
     def _turns(

@@ -189,7 +189,7 @@ def test_requests_that_came_last_are_given_up_when_the_queue_becomes_slower(
         deciding.speed.is_new = True
         while (late := deciding.late(now)) is not None:
             request, error = late
-            assert 1 <= error.retry_after_seconds <= 110
+            assert 1 <= error.retry_after_seconds <= 60  # then the others are answered, or have given up
             assert request is list(admitted.values())[-1]
             order.count(request.flow, -request.waiting_tokens)
             order.remove(admitted.popitem()[1], request.flow)
