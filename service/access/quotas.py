@@ -33,7 +33,7 @@ _RETRY_IN_FLIGHT_SECONDS = 1
 _MAX_TRIES = 100
 _MAX_PAUSE_SECONDS = 0.02
 _FULL_SECONDS = 60.0  # in which an empty bucket is filled
-_LONGEST_SECONDS = 3600.0  # that a request may take on any machine, or longer where it may take longer
+_LONGEST_SECONDS = 3600.0  # that requests of other machines are believed to take
 
 
 @dataclass(frozen=True, slots=True)

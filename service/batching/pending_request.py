@@ -187,6 +187,7 @@ class PendingRequest:
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
+    tokens: int = 0  # of these; `timing` may count other requests of its client too
     truncated: int = 0  # of these, the ones whose texts were too long and were cut
     guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
     waiting_sequences: int = 0  # that wait for a batch, tokenised or not
@@ -245,6 +246,7 @@ class PendingRequest:
         group = id(self) if self.salt is None else self.salt
         of_each = plans if len(plans) == 1 else plans * (len(places) // len(plans))
         made = PrefillPart.of(sequences, self.reuse, of_each, group)
+        self.tokens += made.offsets[-1]
         self.timing.tokens += made.offsets[-1]
         if self.answered is not None:
             self.parts.append(made)

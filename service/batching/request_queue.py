@@ -356,11 +356,10 @@ class RequestQueue:
 
         Texts that were cut say nothing about the characters of a token.
         """
-        tokens = request.timing.tokens
         if request.is_tokenized and not request.truncated:
             characters = request.source.characters * request.count / request.source.count
             self._characters = 0.9 * self._characters + characters
-            self._tokens = 0.9 * self._tokens + tokens
+            self._tokens = 0.9 * self._tokens + request.tokens
 
     def _start_threads(self, sequences: int) -> int:
         """Return the number of engine threads that the caller must start for sequences that wait.

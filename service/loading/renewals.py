@@ -198,6 +198,8 @@ def _measuring(
             while time.monotonic() < retry_at and goes_on():
                 engine.map_reuse.adopt_findings()
                 yield Pause(SECONDS_BETWEEN_LOOKS, line)
+        finally:
+            is_wanted = False  # a thread that measures ends, also if nobody asks for what is loaded any more
 
 
 def _while_running(work: Callable[[], None], line: str) -> Iterator[Pause]:

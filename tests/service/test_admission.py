@@ -17,6 +17,7 @@ from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
 from service.batching.sources import Texts
 from service.errors import QueueFull
+from service.observability.finished import Timing
 
 
 async def test_text_of_another_client_that_arrives_later_is_in_the_next_batch():
@@ -78,7 +79,10 @@ async def test_tokens_are_guessed_from_what_most_characters_became():
         await submit(batcher, ["a"])
         await submit(batcher, ["cut " * 5000, "whole"])  # says nothing
         assert 600 <= batcher.guess_tokens(prose) <= 650
-        await submit(batcher, ["y" * 60] * 90)
+        # Only its own tokens count, although both requests of a client have one timing.
+        await submit(batcher, ["b" * 60] * 10, timing=(timing := Timing()))
+        timing.tokens = 10**6
+        await submit(batcher, ["y" * 60] * 90, timing=timing)
         assert 1500 <= batcher.guess_tokens(prose) <= 2400
 
 

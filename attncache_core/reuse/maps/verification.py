@@ -8,8 +8,8 @@ A window is judged again and again while a server runs, so a test that errs once
 every policy sooner or later. The judgement is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo 2023).
 At each hit, somebody begins to bet with a capital of 1, and bets a part of it on this hit and each later one:
 that the hit loses more than the budget allows. If hits lose just what the budget allows, the bets are fair:
-no capital grows on average, and the sum of all capitals grows by 1 per hit. So at least `EVIDENCE` hits pass
-on average until the sum reaches `EVIDENCE` by chance. If hits lose more, capitals grow exponentially, also
+no capital grows on average, and the sum of all capitals grows by 1 per hit. So at least `_EVIDENCE` hits pass
+on average until the sum reaches `_EVIDENCE` by chance. If hits lose more, capitals grow exponentially, also
 those of bets that began after the hits became worse.
 """
 
@@ -27,10 +27,10 @@ from attncache_core.runtime.stored import Stored
 
 WINDOW_HITS = 1000  # number of verified hits in a full window
 # The sum of capitals at which a budget counts as failed. It is above their number, so that one has grown.
-EVIDENCE = 2.0 * WINDOW_HITS
+_EVIDENCE = 2.0 * WINDOW_HITS
 # The part of a capital that a hit without loss costs. Large parts find large losses sooner.
 _BETS = np.array([[0.01], [0.04], [0.16]])
-_DIGITS = 6
+_DECIMALS = 6  # of a fidelity that is kept
 _ROUNDING = 1e-6  # by which the cosine of equal outputs may differ from 1
 
 
@@ -77,11 +77,11 @@ class Shortfall:
     hits: int
     mean: float  # mean of the measure over the hits
     harmed: int  # number of harmed hits; see Budget.harmed
-    is_of_mean: bool  # whether the mean is too low; otherwise, too many hits are below the floor
+    mean_is_low: bool  # otherwise, too many hits are below the floor
 
     def reason(self, budget: Budget) -> str:
         """Return which part of the budget is not kept, for people."""
-        if self.is_of_mean:
+        if self.mean_is_low:
             return (
                 f"mean {budget.measure.value} {shown_below(self.mean, budget.least)} of the last {self.hits} "
                 f"verified hits is below the budget {budget.least}"
@@ -101,13 +101,13 @@ def find_shortfall(fidelities: Sequence[float], budget: Budget) -> Shortfall | N
     found = np.array(fidelities)
     harmed, lowest = budget.harmed(found), np.nan_to_num(found, nan=-1.0)
     failing = _failing(1 - lowest, 1 - budget.least) if budget.least else 0
-    is_of_mean = bool(failing)
+    mean_is_low = bool(failing)
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
     if not failing and budget.floor:
         failing = _failing(harmed, budget.allowed_harm)
     if not failing:
         return None
-    return Shortfall(failing, float(lowest[-failing:].mean()), int(harmed[-failing:].sum()), is_of_mean)
+    return Shortfall(failing, float(lowest[-failing:].mean()), int(harmed[-failing:].sum()), mean_is_low)
 
 
 def _failing(losses: np.ndarray, allowed: float) -> int:
@@ -120,7 +120,7 @@ def _failing(losses: np.ndarray, allowed: float) -> int:
     with np.errstate(over="ignore"):
         # Of each bet that began with the last hit, with the last two, and so on.
         capitals = growth.cumprod(axis=1).mean(axis=0)
-    return int(capitals.argmax()) + 1 if capitals.sum() >= EVIDENCE else 0
+    return int(capitals.argmax()) + 1 if capitals.sum() >= _EVIDENCE else 0
 
 
 class VerifiedHits:
@@ -143,8 +143,8 @@ class VerifiedHits:
         A Shortfall empties the window, because the caller then tightens the policy, and the hits in the
         window were let hit by the looser policy.
         """
-        # With few digits, because all of them are written to a file again and again.
-        added = np.round(np.nan_to_num(list(fidelities), nan=-1.0), _DIGITS).clip(-1, 1).tolist()
+        # With few decimals, because all fidelities are written to a file again and again.
+        added = np.round(np.nan_to_num(list(fidelities), nan=-1.0), _DECIMALS).clip(-1, 1).tolist()
         for windows in (self._all, self.new):
             windows.setdefault(window, deque(maxlen=WINDOW_HITS)).extend(added)
         shortfall = find_shortfall(self._all[window], self._budget) if self._all[window] else None
