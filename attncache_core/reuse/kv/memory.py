@@ -140,16 +140,17 @@ class MemoryTier:
                 return Known([*blocks, block], tokens + length, following)
         return Known(blocks, tokens, following)
 
-    def touch(self, prefix_keys: Sequence[PrefixKey], known: Sequence[Known]) -> None:
-        """Note that sequences were used, in this order.
+    def touch(self, prefix_keys: Sequence[PrefixKey], given: Sequence[Sequence[Block]]) -> None:
+        """Note that sequences were used, in this order. given: the blocks that each of them was given.
 
-        The last block of a sequence becomes its oldest, so that it leaves first.
+        The last block of a sequence becomes its oldest, so that it leaves first: behind a block that left,
+        nothing is found.
         """
         used: dict[bytes, None] = {}  # latest use first
-        for names, found in zip(names_once(reversed(prefix_keys)), reversed(known), strict=True):
+        for names, blocks in zip(names_once(reversed(prefix_keys)), reversed(given), strict=True):
             for name in names:
                 used[name.key] = None
-            for block in found.blocks[-1:]:  # all others are among the names
+            for block in blocks[-1:]:  # all others are among the names
                 used[block.name.key] = None
         for key in reversed(used):
             if key in self._blocks and not self._blocks[key].is_pinned:

@@ -43,6 +43,7 @@ class NewBlock(NamedTuple):
 class Reservation:
     """What the store gives to one batch and takes from it."""
 
+    sequences: Sequence[PrefixKey]
     given: list[list[Block]]  # for each sequence, the blocks in front of what is computed
     given_tokens: list[int]
     held: list[Block]  # the distinct blocks of `given`, which must not leave
@@ -107,8 +108,7 @@ class KeyValueStore:
         with self._changed:
             known = self._known_after_waiting(sequences)
             tokens = sum(len(sequence.tokens) for sequence in sequences) // TOKEN_BYTES
-            reservation = self._given(known, tokens)
-            self.memory.touch(sequences, known)
+            reservation = self._given(sequences, known, tokens)
             for index, (sequence, found) in enumerate(zip(sequences, known, strict=True)):
                 self._reserve(reservation, index, sequence.names, found.tokens // BLOCK_TOKENS)
         transfers = self.transfers if load else None
@@ -147,6 +147,7 @@ class KeyValueStore:
                     self.memory.add(new.block)
                     self.counts.stored_blocks += 1
                     self._save(new.block)
+            self.memory.touch(reservation.sequences, reservation.given)
             self._close(reservation)
 
     def abandon(self, reservation: Reservation) -> None:
@@ -250,7 +251,7 @@ class KeyValueStore:
             known = self.memory.known(prefix_key)
             if self.transfers is None or known.following is None or known.following.key in self._claimed:
                 return
-            reservation = self._given([known])
+            reservation = self._given([prefix_key], [known])
             self._reserve(reservation, 0, prefix_key.names[:found], known.tokens // BLOCK_TOKENS)
         try:
             loading = self._open_saved(self.transfers, reservation, [prefix_key], None)
@@ -295,12 +296,14 @@ class KeyValueStore:
             if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                 return known
 
-    def _given(self, known: Sequence[Known], asked_tokens: int = 0) -> Reservation:
+    def _given(
+        self, sequences: Sequence[PrefixKey], known: Sequence[Known], asked_tokens: int = 0
+    ) -> Reservation:
         """Return a reservation that gives what is known, and keeps it from leaving."""
         blocks, tokens = [found.blocks for found in known], [found.tokens for found in known]
         held = list(dict.fromkeys(chain.from_iterable(blocks)))
         self.memory.use(held)
-        return Reservation(blocks, tokens, held, asked_tokens, generation=self._generation)
+        return Reservation(sequences, blocks, tokens, held, asked_tokens, generation=self._generation)
 
     def _reserve(
         self, reservation: Reservation, sequence: int, names: Sequence[BlockName], count: int
@@ -379,13 +382,13 @@ class KeyValueStore:
         reservation.new = [new for new in reservation.new if new.block.name.key not in opened]
         reservation.loaded = {block: file.tier for file, block in opened.values()}
         blocks = {key: block for key, (_, block) in opened.items()}
-        now = self._given([self.memory.known(sequence, blocks) for sequence in sequences])
+        now = self._given(sequences, [self.memory.known(sequence, blocks) for sequence in sequences])
         self.memory.release(reservation.held)
         reservation.given, reservation.given_tokens, reservation.held = now.given, now.given_tokens, now.held
 
     def _add_loaded(self, reservation: Reservation) -> None:
         if reservation.generation == self._generation:
-            for block in reservation.loaded:
+            for block in reversed(reservation.loaded):  # so that the front of a sequence is the youngest
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:

@@ -183,6 +183,18 @@ def test_little_memory_changes_no_result(model, places):
     assert store.counts.not_kept_blocks
 
 
+@settings(max_examples=50, deadline=None)
+@given(batches, st.integers(1, 12))
+def test_the_end_of_a_sequence_leaves_before_its_front(model, batches, places):
+    """A block can be found only behind all those before it."""
+    store = store_of(model, memory=places * store_of(model).layout.block_bytes)
+    for batch in batches:
+        run(model, store, [ids for ids, _ in batch], salts=[salt for _, salt in batch])
+        roots = {root_key(b"model", salt) for salt in (b"", b"other")}
+        blocks = store.memory._blocks
+        assert all(block.name.parent in {*roots, *blocks} for block in blocks.values())
+
+
 def test_pinned_blocks_stay(model):
     store = store_of(model, memory=4 * store_of(model).layout.block_bytes)
     ids = random_ids(32)
