@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -24,11 +26,26 @@ class Group(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_a_truth_value(cls, value: object, info: ValidationInfo) -> object:
-        annotation = cls.model_fields[str(info.field_name)].annotation
         # To pydantic, true is 1.
-        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+        if isinstance(value, bool) and {int, float} & cls._types(info):
             raise refused("it must be a number")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _path_has_a_name(cls, value: object, info: ValidationInfo) -> object:
+        """Replace ~ by the home folder, as a shell does where it sees a path at the beginning of a word."""
+        if not isinstance(value, str | Path) or Path not in cls._types(info):
+            return value
+        if value == "":
+            # Path("") would be the current folder.
+            raise refused("give the name of a file or folder")
+        return Path(os.path.expanduser(value))
+
+    @classmethod
+    def _types(cls, info: ValidationInfo) -> set[object]:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        return {annotation, *get_args(annotation)}
 
 
 def option_name(field: str) -> str:

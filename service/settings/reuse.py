@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
-from service.settings.names import MAX_SECONDS, Group, refused
+from service.settings.names import MAX_SECONDS, Group
 
 # What happens if a conversation does not fit into the window of the model.
 OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
@@ -82,11 +82,9 @@ class Reuse(Group):
 
     @field_validator("database", mode="before")
     @classmethod
-    def _is_url_or_folder(cls, database: object) -> object:
+    def _url_is_secret(cls, database: object) -> object:
         # A URL may hold secrets, which neither a log nor an error may show.
-        if isinstance(database, str):
-            return SecretStr(database) if "://" in database else Path(database)
-        return database
+        return SecretStr(database) if isinstance(database, str) and "://" in database else database
 
 
 class KeyValues(Group):
@@ -123,14 +121,6 @@ class KeyValues(Group):
         'text per line, or .jsonl, one {"text", "template" or "segment", "salt", "key", "pin"} per line. '
         "Default: none.",
     )
-
-    @field_validator("kv_dir", mode="before")
-    @classmethod
-    def _is_named(cls, folder: object) -> object:
-        if folder == "":
-            # Path("") would be the current folder.
-            raise refused("give the name of a folder")
-        return folder
 
 
 class Chunks(Group):

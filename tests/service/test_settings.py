@@ -44,6 +44,8 @@ from service.settings.reading import write_settings
         ("max_tokens", "1", "it must be at least 2"),
         ("reuse", "perhaps", "it must be true or false"),
         ("model", "", "it must not be empty"),
+        ("kv_dir", "", "give the name of a file or folder"),
+        ("cache_dir", "", "give the name of a file or folder"),
         ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
     ],
 )
@@ -55,6 +57,18 @@ def test_bad_value_is_refused_with_the_option_and_what_is_accepted(field, value,
     assert message.startswith(f"{names} cannot be {value!r}: ")
     assert accepted in message
     assert "\n" not in message
+
+
+def test_home_folder_is_found_where_no_shell_has_replaced_it(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/kim")
+    files = {"kv_dir": "~/kv", "classifier": Path("~/intents"), "database": "~/tickets.db"}
+    read = read_settings({**files, "api_key": "~" + "k" * 40, "template": "~nobody-of-this-name/t"})
+    assert (read.kv_dir, read.classifier) == (Path("/home/kim/kv"), Path("/home/kim/intents"))
+    assert read.database == Path("/home/kim/tickets.db")
+    assert read.template == Path("~nobody-of-this-name/t")
+    assert read.api_key.get_secret_value().startswith("~k")
+    url = read_settings({"database": "s3://bucket/~/tickets.db"}).database
+    assert url.get_secret_value() == "s3://bucket/~/tickets.db"
 
 
 def test_values_are_read_from_text():
