@@ -56,7 +56,7 @@ class Spool:
     def continue_or_begin(self) -> None:
         """Drop torn rows behind the ones that are done, or begin. Raises InvalidInput; see open_spool."""
         state = self._state()
-        if state is None:
+        if state is None or not state[1].rows:  # a run that saved no row binds nobody to its options
             self._file.truncate(0)
             self._write_header()
             self._write_state(self.done)

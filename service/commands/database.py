@@ -140,6 +140,8 @@ def overlap(
 def _quality(manifest: Manifest) -> str:
     quality = manifest.quality
     if not quality["measured"]:
+        if manifest.build.get("threshold") is not None:
+            return "not measured (too few texts to hold out): with this θ, texts may hit outside the budget"
         return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
     texts = f"{quality['measured']} held-out texts, on which θ was chosen"
     measured = f"{texts}: hit rate {quality['hit_rate']:.3f}"

@@ -563,6 +563,15 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     assert len(np.load(output)) == 51
 
 
+def test_killed_run_that_saved_no_row_binds_nobody_to_its_options(arguments, output):
+    with spool.open_spool(output, 3, {"--later": 1}):
+        files = {path: path.read_bytes() for path in (spool.partial(output), spool.progress(output))}
+    for path, content in files.items():
+        path.write_bytes(content)
+    succeeded(run(*arguments))
+    assert len(np.load(output)) == 50
+
+
 def test_damaged_and_foreign_files_are_refused(arguments, output, tmp_path, monkeypatch):
     stop_after(2, monkeypatch, KeyboardInterrupt())
     assert run(*arguments).exit_code == 130

@@ -54,6 +54,19 @@ def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
     assert built[1] == succeeded(run("inspect", built[0]))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((), "only recorded texts hit"), (("--threshold", "0"), "texts may hit outside the budget")],
+)
+def test_build_of_few_texts_says_what_hits_with_an_unmeasured_threshold(
+    tiny_checkpoint, files, tmp_path, options, said
+):
+    lines = (files / "corpus.tsv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "few.tsv").write_text("".join(lines[:12]), encoding="utf-8")
+    shown = succeeded(build(tiny_checkpoint, tmp_path / "db", "--corpus", tmp_path / "few.tsv", *options))
+    assert said in " ".join(shown.split())
+
+
 def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
     options = (
         *("--corpus", files / "corpus.tsv", "--source-column", "mould"),
