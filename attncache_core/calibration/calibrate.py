@@ -99,8 +99,6 @@ Refit = Callable[[ReuseMask], Sequence[LastProducts] | None]
 
 # The damage of a head is a mean over probes. A few hundred probes are enough to rank the heads.
 MAX_DAMAGE_PROBES = 300
-# Maximum number of unfamiliar texts per probe of the corpus' kind.
-_UNFAMILIAR_PER_PROBE = 4
 
 
 @dataclass(frozen=True)
@@ -232,10 +230,8 @@ def _with_limit(
     terms = trials.terms
     if not could_prove(terms.budget, terms.probes_that_may_hit):
         return _exact_calibration(trials)
-    max_texts = _UNFAMILIAR_PER_PROBE * len(terms.probes.sequences)
     fitted, unseen = (
-        find_unfamiliar(trials.engine, trials.search, unfamiliar, max_texts, fitted=fitted)
-        for fitted in (True, False)
+        find_unfamiliar(trials.engine, trials.search, unfamiliar, fitted=fitted) for fitted in (True, False)
     )
     tokens = TokenStatistics(trials.engine.model, token_counts)
     best = _best_with_limit(trials, fitted, tokens)

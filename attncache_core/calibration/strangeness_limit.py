@@ -25,7 +25,6 @@ from attncache_core.calibration.policy_selection import (
 from attncache_core.calibration.probes import Measured, Probes, find_probes
 from attncache_core.calibration.thresholds import MIN_PROBES, share_bound, share_bound_over, upper_bounds
 from attncache_core.corpus import UnfamiliarText
-from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.familiarity import Familiarity
@@ -51,17 +50,16 @@ def find_unfamiliar(
     engine: PrefillEngine,
     search: SearchEngine,
     texts: Sequence[UnfamiliarText],
-    max_texts: int,
     *,
     fitted: bool,
 ) -> UnfamiliarProbes:
-    """Return unfamiliar texts as probes: at most `max_texts`, spread evenly over their kinds.
+    """Return unfamiliar texts as probes.
 
     fitted: True for the texts that the familiarity test is fitted to, False for the texts that only measure
     the result. A text of a length without records is cut to a length that has records. Texts with equal
     tokens count once. Recorded texts are skipped, and so are texts shorter than all records.
     """
-    chosen = spread([text for text in texts if text.fitted == fitted], max_texts)
+    chosen = [text for text in texts if text.fitted == fitted]
     lengths = sorted(search.store.segments)
     kinds: dict[tuple[int, ...], str] = {}
     for index, ids in enumerate(engine.tokenize([text.text for text in chosen])):
