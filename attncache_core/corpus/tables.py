@@ -27,6 +27,7 @@ _SHOWN_COLUMNS = 20
 _MAX_HEADER = 10_000  # characters
 _COMPLETE = "complete the row, or take the line break out of its text"
 # A field of a csv file that is quoted as a whole.
+_LINE_END = re.compile(rb"\r\n?|\n")
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 # After so many fields that double their quotes, and no field with other quotes, a tsv file is surely quoted.
 _SURELY_QUOTED = 3
@@ -115,7 +116,7 @@ def parse_rows(
             yield number, fields
     except UnicodeDecodeError as error:
         # Every line break before the bytes of the error has ended a line that was read.
-        line = lines.read + 1 + error.object.count(b"\n", 0, error.start)
+        line = lines.read + 1 + len(_LINE_END.findall(error.object[: error.start]))
         raise InvalidInput(
             f"{path}, line {line} is not UTF-8; save the file as UTF-8", field="corpus"
         ) from error

@@ -56,7 +56,7 @@ class _Actor:
         return self._worker.options(), None
 
     def attempt(self, shard: Any, output: str) -> str | None:
-        """Compute a shard, or return why this is not possible."""
+        """Compute a shard, or return why this is not possible. Raises OSError as ShardWorker.attempt does."""
         return self._worker.attempt(shard, output)
 
 
@@ -110,6 +110,8 @@ class RayWorkers:
                 try:
                     reason = self._ray.get(outcome)
                 except self._ray.exceptions.RayError as error:
+                    if isinstance(cause := getattr(error, "cause", None), OSError):
+                        raise cause from None
                     again.extend(waited for _, waited in self._ready.pop(actor))
                     deaths[output] += 1
                     reason = f"its process died: {_shown(error)}"

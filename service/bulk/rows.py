@@ -173,7 +173,8 @@ class ParquetRows:
                 _require_unchanged(self._source, self._path, self._opened)
                 skipped = min(len(batch), max(0, self._first - self._read))
                 self._read += skipped
-                for value in batch.column(0).slice(skipped):
+                # By name, because a column `a.b` is selected together with a field b of a column a.
+                for value in batch.column(self._column).slice(skipped):
                     yield value.as_py()
         except UnicodeDecodeError as error:
             raise InvalidInput(

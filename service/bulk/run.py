@@ -12,7 +12,7 @@ from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import ChunkReader, open_rows
-from service.bulk.spool import open_spool, partial, progress, remove_spool
+from service.bulk.spool import FINGERPRINT, open_spool, partial, progress, remove_spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def run(
     """
     check_labels(files.output, task.classes)
     begun = {
-        "model fingerprint": engine.fingerprint[:12],
+        FINGERPRINT: engine.fingerprint[:12],
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
         "--batch-tokens": batch_tokens,

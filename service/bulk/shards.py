@@ -9,6 +9,7 @@ is done, whoever has made it. Shards are planned one by one, so their number has
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections import deque
@@ -28,12 +29,19 @@ from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import as_parquet, check_labels, holds_shard, pyarrow_parquet
 from service.bulk.rows import ChunkReader, ParquetRows
+from service.bulk.spool import FINGERPRINT
 from service.errors import reason_of
 from service.objects import ObjectFolder, StoredObject, is_url, joined, without_secrets
 
 SHARD_ROWS = 100_000
 TRIES = 3  # of a shard
 _FOOTERS_AT_ONCE = 16  # that are read ahead
+# Errors with which no shard can be written, and the remedies.
+_NOT_WRITABLE = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EROFS: "make the output writable",
+}
 _OUTPUT_NAME = re.compile(r"([0-9a-f]{32})\.parquet")
 
 
@@ -102,7 +110,7 @@ class ShardWorker:
             **self._work.begun_with,
             "--column": self._work.column,
             "--batch-tokens": self._work.batch_tokens,
-            "model fingerprint": self._engine.fingerprint,
+            FINGERPRINT: self._engine.fingerprint,
             "dtype": str(self._engine.dtype).removeprefix("torch."),
             "device": str(self._engine.model.device),
             "labels": list(self._task.classes.labels) if self._task.classes else [],
@@ -119,14 +127,22 @@ class ShardWorker:
             yield (shard, output), reason
 
     def attempt(self, shard: Shard, output: str) -> str | None:
-        """Compute a shard and write its output, or return why this is not possible."""
+        """Compute a shard and write its output, or return why this is not possible.
+
+        Raises OSError if no other shard could be written either: computing them would be in vain.
+        """
         try:
-            self._compute(shard, output)
+            content = self._compute(shard, output)
+            self._output.put(output, content)
         except Exception as error:
+            if isinstance(error, OSError) and (remedy := _NOT_WRITABLE.get(error.errno or 0)):
+                reason = f"{error.strerror}; {remedy}, and run the same command again to continue"
+                raise OSError(error.errno, reason, error.filename) from error
             return reason_of(error)
         return None
 
-    def _compute(self, shard: Shard, output: str) -> None:
+    def _compute(self, shard: Shard, output: str) -> bytes:
+        """Return the content of the output of a shard."""
         folder = ObjectFolder(shard.folder, "input")
         about = StoredObject(shard.name, shard.size, shard.etag)
         with folder.open(shard.name, about) as file:
@@ -138,7 +154,7 @@ class ShardWorker:
                 for _, computed in computing.computed(ChunkReader(part).chunks()):
                     numbers[done : done + len(computed)] = computed
                     done += len(computed)
-        self._output.put(output, as_parquet(numbers, self._task.classes, output))
+        return as_parquet(numbers, self._task.classes, output)
 
 
 def check_input(given: str) -> None:

@@ -28,13 +28,15 @@ from attncache_core import InvalidInput
 from attncache_core.runtime.files import remove_unfinished, write_whole
 from service.bulk.rows import NOTHING, Done
 
+FINGERPRINT = "model fingerprint"  # among what an output is begun with
 _NUMBER = np.dtype("<f4")
 
 
 def begun_otherwise(name: str, then: Any, now: Any) -> str:
     """Say what an output was begun with, and what this run has. None: the option was not given."""
     begun, given = (f"without {name}" if value is None else f"with {name} {value}" for value in (then, now))
-    return f"was begun {begun}, not {given}"
+    changed = " (another model, or options that change its answers)" if name == FINGERPRINT else ""
+    return f"was begun {begun}, not {given}{changed}"
 
 
 class Spool:

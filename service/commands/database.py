@@ -85,10 +85,7 @@ def show_database(database: AttentionDatabase) -> None:
     policy = served.policy
     for reason in served.reuse_off:
         console.print(f"reuse off    {reason}")
-    floor = f", and {policy.budget.floor} for 99 of 100 hits" if policy.budget.floor else ""
-    console.print(
-        f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}{floor}"
-    )
+    console.print(f"budget       {_budget(policy.budget)}")
     for name, group in zip(policy.names(), policy.groups, strict=True):
         thresholds = ", ".join(
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
@@ -137,13 +134,21 @@ def overlap(
         )
 
 
+def _budget(budget: Budget) -> str:
+    if not budget.binds:
+        return "none: θ was given, so texts may hit outside any budget"
+    floor = f", and {budget.floor} for 99 of 100 hits" if budget.floor else ""
+    return f"mean {budget.measure} of the hits at least {budget.least}{floor}"
+
+
 def _quality(manifest: Manifest) -> str:
-    quality = manifest.quality
+    quality, is_chosen = manifest.quality, manifest.policy.budget.binds
     if not quality["measured"]:
-        if manifest.build.get("threshold") is not None:
-            return "not measured (too few texts to hold out): with this θ, texts may hit outside the budget"
-        return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
-    texts = f"{quality['measured']} held-out texts, on which θ was chosen"
+        hits = "only recorded texts hit unless θ is lowered"
+        if not is_chosen:
+            hits = "with this θ, texts may hit outside the budget"
+        return f"not measured (too few texts to hold out): {hits}"
+    texts = f"{quality['measured']} held-out texts, {'on which θ was chosen' if is_chosen else 'with this θ'}"
     measured = f"{texts}: hit rate {quality['hit_rate']:.3f}"
     if quality["mean"] is None:
         return f"{measured}; {why_exact(manifest)}"

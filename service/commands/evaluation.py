@@ -289,15 +289,17 @@ def _show_comparison(
     json_file: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Write a table with a column for each method to the given files, and print it."""
+    """Write a table with a column for each method to the given files, and print it, whichever fails."""
     columns = ["", *(report.method for report in reports)]
     rows = _rows(metric, reports)
-    if markdown:
-        write_markdown(markdown, columns, rows)
     methods = [without_nan(asdict(report)) for report in reports]
-    write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
-    show_machine(facts)
-    show_table(f"{facts['texts']} texts", columns, rows)
+    try:
+        if markdown:
+            write_markdown(markdown, columns, rows)
+        write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
+    finally:
+        show_machine(facts)
+        show_table(f"{facts['texts']} texts", columns, rows)
 
 
 def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

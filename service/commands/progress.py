@@ -60,8 +60,10 @@ def shown_share(stage: str) -> Iterator[Callable[[int, float | None], None]]:
     counted = TextColumn("{task.fields[rows]:,} rows")
     columns = (BarColumn(), TaskProgressColumn(), counted, TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(TextColumn(stage), *columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(stage, total=1.0, rows=0)
-        yield lambda rows, share: bars.update(task, completed=share, rows=rows)
+        task = bars.add_task(stage, total=None, rows=0)
+        yield lambda rows, share: bars.update(
+            task, total=None if share is None else 1.0, completed=share, rows=rows
+        )
 
 
 def shown_shards(stage: str) -> Callable[[Counts], None]:

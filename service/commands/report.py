@@ -89,13 +89,17 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
 def require_writable(path: Path, option: str) -> None:
     """Raise InvalidInput unless the running command can write `path`, which `option` names.
 
-    Its folder must exist, and no other option may name it, alone or as FILE:column.
+    Its folder must exist and be writable, and no other option may name it, alone or as FILE:column.
     """
     field = option.lstrip("-")
     if not path.parent.is_dir():
         raise InvalidInput(f"the folder of {option} {path} does not exist; make it first", field=field)
     if path.is_dir():
         raise InvalidInput(f"{option} {path} is a folder; name a file", field=field)
+    if not os.access(path if _is_special(path) else path.parent, os.W_OK):
+        raise InvalidInput(
+            f"the folder of {option} {path} cannot be written to; choose another one", field=field
+        )
     for other, named in _named_paths():
         if other != option and os.path.exists(path) and os.path.exists(named) and path.samefile(named):
             raise InvalidInput(
@@ -121,6 +125,11 @@ def require_writable_reports() -> None:
             require_writable(path, option)
 
 
+def _is_special(path: Path) -> bool:
+    """Return whether a path is a pipe or a device."""
+    return path.exists() and not path.is_file()
+
+
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report as JSON; does nothing without a path."""
     if path:
@@ -129,7 +138,7 @@ def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
 
 def write_report(path: Path, text: str) -> None:
     """Write a report and a line end, whole or not at all unless `path` is a pipe or a device."""
-    if path.exists() and not path.is_file():
+    if _is_special(path):
         path.write_text(f"{text}\n", encoding="utf-8")
     else:
         write_whole(path, f"{text}\n".encode())

@@ -246,8 +246,8 @@ def test_file_that_is_not_utf_8_is_refused(file, name):
     good, bad = (
         (b'{"text": "a"}\n', b'{"text": "caf\xe9"}\n') if name == "a.jsonl" else (b"text\n", b"caf\xe9\n")
     )
-    for lines in (0, 2, 5000):
-        error = refusal(file(name, BOM + good * lines + bad + good))
+    for lines, end in ((0, b"\n"), (2, b"\n"), (5000, b"\n"), (3, b"\r\n"), (3, b"\r")):
+        error = refusal(file(name, (BOM + good * lines + bad + good).replace(b"\n", end)))
         assert f"{name}, line {lines + 1} is not UTF-8; save the file as UTF-8" in str(error)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
 from core_models import prefill, random_text
+from full_disk import largest_file
 from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 
@@ -131,6 +132,13 @@ def test_undefined_correlation_is_null(tiny_checkpoint, tmp_path):
     (full,) = report_of(tmp_path / "a.json")["methods"]
     assert full["scores"] == {"flat": None}
     assert full["score"] is None
+    # Cosines of equal texts are 1 but for rounding, which says nothing.
+    same = [
+        (rating, text, text)
+        for rating, text in zip("1234", ("my card", "lost", "a bank", "the"), strict=True)
+    ]
+    path = write_table(tmp_path / "same.tsv", "score\tsentence1\tsentence2", same)
+    assert "nan" in succeeded(evaluate("sts", tiny_checkpoint, "--methods", "full", "--data", path))
 
 
 def test_texts_that_the_classifier_was_fitted_on_are_counted_and_files_are_written_before_anything_is_shown(
@@ -145,9 +153,15 @@ def test_texts_that_the_classifier_was_fitted_on_are_counted_and_files_are_writt
     assert "accuracy c[" in shown
     assert report_of(tmp_path / "a.json")["methods"][0]["scores"].keys() == {"c["}
     (tmp_path / "a.json").unlink()
-    monkeypatch.setattr(evaluation, "show_machine", lambda _: (_ for _ in ()).throw(BrokenPipeError()))
-    evaluate("classification", tiny_checkpoint, *options)
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation, "show_machine", lambda _: (_ for _ in ()).throw(BrokenPipeError()))
+        evaluate("classification", tiny_checkpoint, *options)
     assert report_of(tmp_path / "a.json")["methods"]
+    with largest_file(10):
+        ended = evaluate("classification", tiny_checkpoint, *options)
+    assert ended.exit_code == 2
+    assert "File too large" in ended.stderr
+    assert "accuracy c[" in ended.stdout
 
 
 def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(

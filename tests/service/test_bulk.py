@@ -134,6 +134,33 @@ def test_embeddings_are_in_the_order_of_the_input(tiny_checkpoint, tmp_path, tex
     assert left_files(tmp_path) == ["out.npy"]
 
 
+def test_standard_input_is_lines_unless_a_format_is_given(tiny_checkpoint, tmp_path, texts, expected):
+    lines, kept = "\n".join(texts).encode(), os.dup(0)
+    for content, *more in ((lines,), (b"body\n" + lines, "--format", "tsv", "--column", "body")):
+        (tmp_path / "texts").write_bytes(content)
+        with (tmp_path / "texts").open("rb") as file:
+            os.dup2(file.fileno(), 0)
+        try:
+            succeeded(run(*embed_arguments(tiny_checkpoint, "-", tmp_path / f"{len(more)}.npy", *more)))
+        finally:
+            os.dup2(kept, 0)
+        np.testing.assert_allclose(np.load(tmp_path / f"{len(more)}.npy"), expected, atol=1e-5)
+    os.close(kept)
+
+
+def test_column_of_parquet_whose_name_has_a_dot_is_no_field_of_another(
+    tiny_checkpoint, tmp_path, texts, expected
+):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = {"a": [{"text": "other"}] * len(texts), "a.text": texts}
+    parquet.write_table(pyarrow.table(table), tmp_path / "texts.parquet")
+    arguments = (tmp_path / "texts.parquet", tmp_path / "out.npy", "--column", "a.text")
+    succeeded(run(*embed_arguments(tiny_checkpoint, *arguments)))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-5)
+
+
 def through_a_pipe(path, content, *arguments):
     """Run a command while a named pipe gives this content."""
     os.mkfifo(path)

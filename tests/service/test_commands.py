@@ -1,6 +1,7 @@
 """Commands from files to files: build, inspect and verify databases, fit classifiers, evaluate."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -157,7 +158,8 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
     assert "240 and 30 prototypes in float16" in text
     assert "12 of 12 heads" in text
     # With a given θ, no budget is kept.
-    assert "budget       mean cosine of the hits at least 0.0" in text
+    assert "budget       none: θ was given" in text
+    assert "held-out texts, with this θ: hit rate" in text
     assert "threshold θ  1- tokens: stored 0.9000, prototype 0.9000" in text
     assert f"hit rate {database.manifest.quality['hit_rate']:.3f}" in text
     for length, segment in database.search.store.segments.items():
@@ -248,6 +250,12 @@ def test_long_value_of_an_option_is_no_file_that_a_report_could_overwrite(tmp_pa
 
     assert run("--labels", "x" * 300, program=command).exception is None
     assert isinstance(run("--labels", report, program=command).exception, InvalidInput)
+
+
+def test_report_is_refused_before_the_work_where_nothing_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    program = click.command()(lambda: require_writable(tmp_path / "a.json", "--json"))
+    assert "cannot be written to; choose another one" in str(run(program=program).exception)
 
 
 BUILD = "build --corpus {files}/corpus.tsv --database"

@@ -1,5 +1,6 @@
 """Parquet files in shards: the same bytes whatever computes them, and nothing lost when something fails."""
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from service.bulk import cluster, shards
 from service.bulk.sharded import MANIFEST, OPTIONS
 from service.bulk.shards import Shard, plan
 from service.cli import main
+from service.objects import ObjectFolder
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -280,7 +282,7 @@ def test_file_that_changes_while_it_is_read_is_never_mixed(
     def changed(self, shard, output):
         if shard.name == "0.parquet":
             write(folder / "0.parquet", texts[2])
-        compute(self, shard, output)
+        return compute(self, shard, output)
 
     monkeypatch.setattr(shards.ShardWorker, "_compute", changed)
     ended = embed(tiny_checkpoint, folder, tmp_path / "out")
@@ -356,6 +358,40 @@ def test_outputs_that_other_machines_keep_to_themselves_end_the_run_with_the_rem
     assert ended.exit_code == 2
     assert f"outputs are missing in {(tmp_path / 'out').as_uri()}; give a folder" in ended.stderr
     assert not (tmp_path / "out/manifest.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_output_that_takes_no_more_ends_the_run_before_other_shards_are_computed(
+    tiny_checkpoint, folder, tmp_path, monkeypatch, number
+):
+    put, computed = ObjectFolder.put, []
+
+    def put_some(self, name, content):
+        computed.append(name)
+        if len(computed) > 2:
+            raise OSError(number, os.strerror(number), name)
+        put(self, name, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "put", put_some)
+        ended = embed(tiny_checkpoint, folder, tmp_path / "out")
+    assert ended.exit_code == 2
+    assert f"{os.strerror(number)}; " in ended.stderr
+    assert "run the same command again to continue" in ended.stderr
+    assert len(computed) == 3
+    again = succeeded(embed(tiny_checkpoint, folder, tmp_path / "out"))
+    assert "2 were there, 0 failed; manifest.json is written" in again
+
+
+def test_output_that_takes_no_more_ends_a_run_of_ray():
+    full = RayOfStarts(repeat(({}, None)))
+    failed = RuntimeError()
+    failed.cause = OSError(errno.ENOSPC, "no space", "out")
+    full.call = lambda outcome: RayOfStarts.call(full, failed if outcome is None else outcome)
+    workers = cluster.RayWorkers(full, None, None)
+    workers.options()
+    with pytest.raises(OSError, match="no space"):
+        list(workers.computed((shard, str(shard)) for shard in range(9)))
 
 
 def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):

@@ -38,9 +38,9 @@ def texts(tmp_path_factory):
     """A table with 60 different texts and their labels; a text is twice in it."""
     random = np.random.default_rng(21)
     made = list(dict.fromkeys(random_text(random, words) for words in np.repeat(np.arange(3, 9), 11)))[:60]
-    rows = [f"{text}\t{'card' if 'card' in text else 'other'}" for text in [*made, made[0]]]
+    rows = [f"{text}\t{'card' if 'card' in text else 'other'}\tone" for text in [*made, made[0]]]
     path = tmp_path_factory.mktemp("asked") / "asked.tsv"
-    path.write_text("\n".join(["asked\tlabel", *rows]) + "\n", encoding="utf-8")
+    path.write_text("\n".join(["asked\tlabel\tsame", *rows]) + "\n", encoding="utf-8")
     return path
 
 
@@ -213,6 +213,7 @@ def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_chec
     [
         (("--min-text-cosine", "0.9"), "60 different texts, and at least 598 are needed"),
         (("--label-column", PRIVATE), "has no column"),
+        (("--label-column", "same"), "label_column: the texts that choose, which are half"),
         (("--ways", "int8,int3"), "'int3' is not a known way"),
         (("--plot", "plot.jpg"), "must end in .png"),
         (("--output", "tuned.json"), "must end in .toml"),

@@ -27,6 +27,7 @@ import torch
 from attncache_core import native
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.quality import texts_needed
+from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.calibration.trial import full_outputs
 from attncache_core.checkpoints.checkpoint import Checkpoint, Device, Dtype, Quantization
 from attncache_core.corpus.reading import spread
@@ -78,10 +79,10 @@ def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, maximum
     first = {tuple(ids): index for index, ids in reversed(list(enumerate(sequences))) if ids}
     distinct = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
     if len(distinct) < 2 * needed:
+        fewer = " (min_text_cosine 0, or a smaller min_agreement, needs fewer)" if needed > MIN_PROBES else ""
         raise InvalidInput(
             f"texts has {len(distinct)} different texts, and at least {2 * needed} are needed: half of them "
-            f"measure, and fewer than {needed} cannot prove that the budget is kept (min_text_cosine 0, or "
-            "a smaller min_agreement, needs fewer)",
+            f"measure, and fewer than {needed} cannot prove that the budget is kept{fewer}",
             field="texts",
         )
     measuring = min(maximum, len(distinct) // 2)
@@ -310,6 +311,12 @@ class Tuning:
             name_of = dict(zip(labels, names, strict=True))
             truth = [name_of[label] for label in truth]
         elif self.choosing.labels is not None:
+            if len(set(self.choosing.labels)) < 2:
+                raise InvalidInput(
+                    "label_column: the texts that choose, which are half of them, have one label, and "
+                    "accuracy needs two; give more texts, or leave label_column out",
+                    field="label_column",
+                )
             with self._text_numbers(self.choosing):
                 outputs = full_outputs(engine, engine.tokenize(self.choosing.texts))
             classifier = fit_classifier(
