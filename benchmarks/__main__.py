@@ -85,6 +85,7 @@ class _Commands(LazyCommands):
             "fleet": "benchmarks.commands.fleet:bench_fleet",
             "figures": "benchmarks.commands.figures:figures",
             "http": "benchmarks.commands.http:bench_http",
+            "importance": "benchmarks.commands.importance:importance",
             "index": "benchmarks.commands.index:bench_index",
             "prefix": "benchmarks.commands.prefix:bench_prefix",
             "sessions": "benchmarks.commands.sessions:bench_sessions",

@@ -3,7 +3,7 @@
     python -m benchmarks combined --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
         --data STS13.tsv --folder combined
 
-The dropped layers are the least important layers on the corpus, as `attncache prune` measures importance.
+The dropped layers are the least important ones on the corpus, as `python -m benchmarks importance` measures.
 Each variant has its own database in --folder. A missing database is built from the texts of the corpus that
 are not evaluated. All variants and the whole model are compared in one run, in which they alternate.
 """

@@ -43,7 +43,6 @@ _COMMANDS = {
     "evaluate": ("Measure what reuse costs in quality and saves in time.", "evaluate:evaluate"),
     "fit-classifier": ("Fit a linear classifier on embeddings.", "fit:fit"),
     "inspect": ("Show the content of a database.", "database:inspect"),
-    "prune": ("Measure how much each layer of a model matters.", "prune:prune"),
     "push": ("Send a database to an object store.", "push:push"),
     "renew": ("Renew a database from newer texts while servers use it.", "renew:renew"),
     "serve": ("Serve embeddings and classes over HTTP.", "serve:serve"),
@@ -104,8 +103,8 @@ class _Main(OneLineErrors):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] == "bench":
-            raise click.UsageError("benchmarks run from a checkout: python -m benchmarks NAME")
+        if (name := {"bench": "NAME", "prune": "importance"}.get(args[0])) is not None:
+            raise click.UsageError(f"benchmarks run from a checkout: python -m benchmarks {name}")
         return super().resolve_command(ctx, args)
 
 

@@ -37,5 +37,6 @@ def test_measurement_without_its_package_says_what_to_install(monkeypatch: pytes
     assert_one_line(run("first-starts", program=main), "first-starts: Needs httpx: pip install")
 
 
-def test_former_command_names_the_new_one_in_one_line() -> None:
+def test_former_commands_name_the_new_ones_in_one_line() -> None:
     assert_one_line(run("bench", "engine", "--rounds", "1"), "python -m benchmarks NAME")
+    assert_one_line(run("prune", "--texts", "asked.txt"), "python -m benchmarks importance")

@@ -149,7 +149,7 @@ def test_commands_run_the_given_revision(tmp_path):
 
 def test_revision_of_a_folder_is_refused_in_one_line_by_every_command(tiny_checkpoint):
     options = ("--model", tiny_checkpoint.folder, "--revision", "v1")
-    for command in (("serve",), ("prune", "--importance")):
+    for command in (("serve",), ("build", "--corpus", "a.txt", "--database", "a.db")):
         assert_one_line(run(*command, *options), "revision is for models from the Hugging Face Hub")
 
 

@@ -85,7 +85,6 @@ def test_mistake_is_one_line(tmp_path, monkeypatch, arguments, variables, words)
         ("serve", ("--policy", "--fetch")),
         ("build", ("--maps", "--without")),
         ("calibrate", ("--without",)),
-        ("prune", ("--importance",)),
     ],
 )
 def test_help_shows_no_removed_option_no_former_name_and_no_baseline(command, hidden):

@@ -284,7 +284,6 @@ CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
         (f"{EVALUATE} --classifier out", "tiny", ("give --train or --classifier, not both",)),
         (f"{EVALUATE} --json absent/report.json", "tiny", ("the folder of --json", "report.json does not")),
         (f"{EVALUATE} --markdown {{files}}/test.tsv", "tiny", ("--markdown would overwrite", "--data names")),
-        ("prune --texts one.tsv:text --json one.tsv", "tiny", ("--json would overwrite", "--texts names")),
     ],
 )
 def test_mistake_is_one_line(

@@ -85,10 +85,10 @@ def texts_file(folder, content):
         ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt, line 1 is not UTF-8; save the file as UTF-8"),
     ],
 )
-@pytest.mark.parametrize("command", ["prune", "serve"])
+@pytest.mark.parametrize("command", [("build", "--corpus", "a.txt", "--database", "a.db"), ("serve",)])
 def test_file_without_usable_texts_is_refused(command, content, message, tiny_checkpoint, tmp_path):
     options = ("--model", tiny_checkpoint.folder, "--quantize", "int8")
-    refused = run(command, *options, "--quantize-texts", texts_file(tmp_path, content))
+    refused = run(*command, *options, "--quantize-texts", texts_file(tmp_path, content))
     assert refused.exit_code == 2
     assert message in refused.stderr
 
@@ -96,7 +96,7 @@ def test_file_without_usable_texts_is_refused(command, content, message, tiny_ch
 @pytest.mark.parametrize("kind", [(), ("--quantize", "int4")])
 def test_texts_are_refused_where_they_have_no_effect(kind, tiny_checkpoint, tmp_path):
     texts = texts_file(tmp_path, "\n".join(TEXTS).encode())
-    refused = run("prune", "--model", tiny_checkpoint.folder, *kind, "--quantize-texts", texts)
+    refused = run("serve", "--model", tiny_checkpoint.folder, *kind, "--quantize-texts", texts)
     assert refused.exit_code == 2
     assert "quantize_texts calibrates int8 only" in refused.stderr
 

@@ -1,4 +1,4 @@
-"""`attncache prune`: find the attention modules and blocks that a model needs least."""
+"""Find the attention modules and blocks that a model needs least."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from service.commands.report import (
 )
 
 
-@click.command("prune")
+@click.command("importance")
 @whole_model_options
 @template_option
-@click.option("--importance", is_flag=True, hidden=True, expose_value=False)
 @click.option(
     "--texts",
     metavar="FILE",
@@ -41,7 +40,7 @@ from service.commands.report import (
     help="Most texts to measure on, taken evenly from all texts.",
 )
 @json_option
-def prune(
+def importance(
     checkpoint: Checkpoint,
     dtype: Dtype,
     threads: int | None,
