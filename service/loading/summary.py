@@ -27,7 +27,7 @@ def slowness(info: EngineInfo) -> str | None:
         return None
     return (
         "the plain executor serves, without compiled code: with the default model on a processor with AVX2, "
-        "full batches took 1.3 to 1.6 times the processor time, and single texts 2.5 to 3.6 times "
+        "full batches took 1.2 to 1.6 times the processor time, and single texts 2.4 to 3.6 times "
         f"(docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
     )
 

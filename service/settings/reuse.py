@@ -24,8 +24,8 @@ class Reuse(Group):
     )
     maps: bool = Field(
         True,
-        description="Reuse attention maps, from --database or the default database. A causal model has no "
-        "default database.",
+        description="Reuse attention maps, from --database or the default database. A causal model, and a "
+        "model of pairs, has no default database.",
     )
     database: Path | SecretStr | None = Field(
         None,
@@ -94,7 +94,8 @@ class KeyValues(Group):
 
     kv: bool = Field(
         True,
-        description="Store keys and values and reuse them: exactly, and only for causal models.",
+        description="Store keys and values of causal models and reuse them exactly; on the CPU, and not with "
+        "--database.",
     )
     kv_memory_bytes: int | None = Field(
         None,
