@@ -157,7 +157,10 @@ class Sessions(Group):
     title: ClassVar[str] = "Sessions"
 
     max_sessions: int = Field(
-        10_000, ge=1, description="Most sessions; beyond this number, the least recently used are dropped."
+        10_000,
+        ge=1,
+        description="Most sessions; beyond this number, the least recently used are dropped. Sessions in the "
+        "store of --shared are not counted.",
     )
     session_ttl_seconds: float = Field(
         3600.0,

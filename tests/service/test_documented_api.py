@@ -1,8 +1,8 @@
 """Requests that schemathesis makes from the OpenAPI document, valid and invalid, to the real server.
 
 No status is 500 or above, except 504 where a request asks for little time; every status, media type, header
-and body is as documented; and requests that break the schema are refused. `make fuzz` sends twenty times as
-many requests.
+and body is as documented; and requests that break the schema are refused. `make fuzz` makes 25 times as
+many random requests.
 """
 
 import pytest
