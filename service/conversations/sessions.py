@@ -159,12 +159,14 @@ class Sessions:
     async def _remove_outdated(self, key: str) -> None:
         while (arrived := self._outdated.get(key)) is not None:
             stored = await self._histories.get(key)
-            if (
+            is_gone = (
                 stored is None
                 or _begun(stored) >= arrived
                 or await self._histories.compare_and_set(key, stored, None)
-            ):
-                self._outdated.pop(key, None)
+            )
+            # Meanwhile, a later transcript may have been noted.
+            if is_gone and self._outdated.get(key) == arrived:
+                del self._outdated[key]
 
     async def keep(self, session: Session, before: bytes | None, history: History) -> Kept:
         """Keep what the history of a session has become. Counts as an access.

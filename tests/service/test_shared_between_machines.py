@@ -231,6 +231,21 @@ async def test_error_of_a_question_that_is_given_up_is_reported_to_nobody(valkey
     await stores.close()
 
 
+async def test_history_that_is_outdated_again_while_it_is_looked_for_is_removed():
+    class Store(LocalStore):
+        async def get(self, *arguments):
+            found = await super().get(*arguments)
+            sessions.outdate(session, 2.5)
+            return found
+
+    sessions = Sessions(Store(), LocalStore(), ttl_seconds=60, max_waiting=1, max_seconds=60)
+    session = (b"", "s")
+    await sessions.keep(session, None, History((array("i", [1]),), begun=2.0))
+    sessions.outdate(session, 1.5)
+    await sessions.remove_outdated()
+    assert await sessions.count() == 0
+
+
 @pytest.mark.parametrize("is_newer", [True, False])
 async def test_history_that_another_machine_has_begun_after_an_outdated_one_is_not_removed(valkey, is_newer):
     of_machines = [store.SharedStores(SharedAddress.parse(valkey.url), pytest.fail) for _ in range(2)]
