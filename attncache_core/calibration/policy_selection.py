@@ -181,6 +181,7 @@ def policy_for(
         if len(rows := group[may_hit[group]])
         else recorded_only(tokens)
         for group, tokens in zip(terms.groups, longest, strict=True)
+        if tokens > rare
     ]
     return ReusePolicy(terms.budget, (*([recorded_only(rare)] if rare else []), *groups))
 

@@ -113,12 +113,17 @@ def choose_limit(
     usual = like[np.isfinite(like)]
     for share in _REJECTED:
         limit = StrangenessLimit(float(np.quantile(usual, 1 - share)), float(np.median(usual)))
-        familiar = like <= limit.strangest
-        policy = replace(policy_for(terms, measured, option.mask, familiar), limit=limit)
-        on_like = calibrated(terms, measured, option.mask, policy, familiar)
-        on_unlike = apply_policy(
-            unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
-        )
+        familiar, narrowed = like <= limit.strangest, terms
+        short: int | None = terms.rare
+        while short is not None:
+            narrowed = replace(narrowed, rare=short)
+            policy = replace(policy_for(narrowed, measured, option.mask, familiar), limit=limit)
+            on_unlike = apply_policy(
+                unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
+            )
+            served = on_unlike.served
+            short = too_short(terms.budget, unfamiliar_probes.lengths[served], on_unlike.fidelity[served])
+        on_like = calibrated(narrowed, measured, option.mask, policy, familiar)
         left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
         groups = policy.group_indices(unfamiliar_probes.lengths)
         of_lengths = [
@@ -127,6 +132,19 @@ def choose_limit(
         if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths):
             return Limited(on_like, familiarity, left_out)
     return None
+
+
+def too_short(budget: Budget, lengths: np.ndarray, fidelity: np.ndarray) -> int | None:
+    """Return the length of the shortest hits on unfamiliar texts if such short texts may not hit, else None.
+
+    A text of a few tokens differs from the mean of its length more than a longer text does, and would hardly
+    count among the longer texts of its group. So the 20 shortest hits must keep the budget by themselves.
+    lengths: tokens of each hit. fidelity: of each hit.
+    """
+    if not len(lengths):
+        return None
+    shortest = fidelity[lengths <= np.sort(lengths)[:MIN_PROBES][-1]]
+    return None if _keep_budget(budget, shortest) else int(lengths.min())
 
 
 def hits_by_kind(unlike: Calibrated, kinds: Sequence[str]) -> dict[str, np.ndarray]:
@@ -152,18 +170,24 @@ def keeps_budget(
     of_lengths: the same fidelity by length group, and all kinds together. Each group must keep the mean too.
     """
     corpora = judged_together(left_out)
-    if budget.measure is Measure.COSINE:
-        if not all(_keeps_mean(budget, hits) for hits in (*corpora.values(), *of_lengths)):
-            return False
-        if not budget.floor:
-            return True
+    if budget.measure is Measure.COSINE and not all(_keeps_mean(budget, hits) for hits in of_lengths):
+        return False
+    if not all(_keep_budget(budget, hits) for hits in corpora.values()):
+        return False
+    if budget.measure is Measure.COSINE and not budget.floor:
+        return True
     hits = like.fidelity[like.served]
     if share_bound(int(budget.harmed(hits).sum()), len(hits)) > budget.allowed_harm:
         return False
-    # One harmed hit says little about a kind, but two of fewer than 200 hits are too many.
-    if any(budget.harmed(hits).sum() > max(1, budget.allowed_harm * len(hits)) for hits in corpora.values()):
-        return False
     return _harmed_at_most(budget, left_out) <= budget.allowed_harm
+
+
+def _keep_budget(budget: Budget, hits: np.ndarray) -> bool:
+    """Return whether hits of one kind, or of a few lengths, keep the budget, as far as so few can show it."""
+    if budget.measure is Measure.COSINE and not _keeps_mean(budget, hits):
+        return False
+    # One harmed hit says little, but two of fewer than 200 hits are too many.
+    return bool(budget.harmed(hits).sum() <= max(1, budget.allowed_harm * len(hits)))
 
 
 def _keeps_mean(budget: Budget, hits: np.ndarray) -> bool:

@@ -383,6 +383,14 @@ def test_of_lengths_that_are_hardly_measured_only_recorded_texts_hit():
         rare, np.arange(11, np.sum(lengths <= policy.groups[1].longest)), measured[0], budget
     )
     assert policy.groups[1].kinds == behind.kinds
+    # A group that has only such lengths is a part of theirs.
+    _, first, *others = policy.groups
+    narrowed = policy_for(replace(terms_of(rare, budget), rare=first.longest), measured[0], masks[0])
+    assert [group.longest for group in narrowed.groups] == [
+        first.longest,
+        *(group.longest for group in others),
+    ]
+    assert [group.approximates for group in narrowed.groups] == [False, *[True] * len(others)]
 
 
 # A hit saves two microseconds per token and head. A search costs seven microseconds.

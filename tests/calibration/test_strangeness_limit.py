@@ -12,6 +12,7 @@ from attncache_core.calibration.strangeness_limit import (
     find_unfamiliar,
     hits_by_kind,
     keeps_budget,
+    too_short,
 )
 from attncache_core.calibration.thresholds import share_bound, share_bound_over
 from attncache_core.corpus import UnfamiliarText
@@ -100,6 +101,28 @@ def test_every_length_group_keeps_the_mean_over_all_kinds(hits, keeps):
     left_out = {kind: np.array(fidelities) for kind, fidelities in GOOD.items()}
     groups = [np.array([0.99] * 500), np.array(hits)]
     assert keeps_budget(FLOOR, given([0.99] * 299), left_out, groups) is keeps
+
+
+@pytest.mark.parametrize(
+    ("hits", "short"),
+    [
+        ([], None),
+        ([(5, 0.96)] * 25 + [(6, 0.99)] * 500, 5),
+        # As many short hits as show whether the mean is kept: 3 of them count with the next ones.
+        ([(5, 0.97)] * 3 + [(6, 0.99)] * 17 + [(7, 0.9)] * 500, None),
+        ([(5, 0.99)] * 3 + [(6, 0.97)] * 17, 5),
+        ([(6, 0.97)] * 17, 6),
+        # Hits of one length are judged together.
+        ([(5, 0.99)] * 21 + [(5, 0.5)] * 10, 5),
+        # One harmed hit may be chance.
+        ([(8, 0.999)] * 30 + [(8, 0.94)], None),
+        ([(8, 0.999)] * 30 + [(8, 0.94)] * 2, 8),
+    ],
+)
+def test_the_shortest_hits_keep_the_budget_by_themselves(hits, short):
+    lengths, fidelity = np.array(hits).reshape(-1, 2).T
+    order = np.random.default_rng(0).permutation(len(hits))
+    assert too_short(FLOOR, lengths.astype(np.int64)[order], fidelity[order]) == short
 
 
 def test_hits_are_grouped_by_kind_and_nan_is_harmed():
