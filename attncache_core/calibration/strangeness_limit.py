@@ -113,25 +113,45 @@ def choose_limit(
     usual = like[np.isfinite(like)]
     for share in _REJECTED:
         limit = StrangenessLimit(float(np.quantile(usual, 1 - share)), float(np.median(usual)))
-        familiar, narrowed = like <= limit.strangest, terms
-        short: int | None = terms.rare
-        while short is not None:
-            narrowed = replace(narrowed, rare=short)
-            policy = replace(policy_for(narrowed, measured, option.mask, familiar), limit=limit)
-            on_unlike = apply_policy(
-                unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
-            )
-            served = on_unlike.served
-            short = too_short(terms.budget, unfamiliar_probes.lengths[served], on_unlike.fidelity[served])
-        on_like = calibrated(narrowed, measured, option.mask, policy, familiar)
-        left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
-        groups = policy.group_indices(unfamiliar_probes.lengths)
-        of_lengths = [
-            on_unlike.fidelity[on_unlike.served & (groups == group)] for group in range(len(policy.groups))
-        ]
-        if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths):
+        found = _within_budget(option, terms, measured, unfamiliar, measured_unfamiliar, limit, like, unlike)
+        if found:
+            on_like, left_out = found
             return Limited(on_like, familiarity, left_out)
     return None
+
+
+def _within_budget(
+    option: Calibrated,
+    terms: Terms,
+    measured: Mapping[RecordKind, Measured],
+    unfamiliar: UnfamiliarProbes,
+    measured_unfamiliar: Mapping[RecordKind, Measured],
+    limit: StrangenessLimit,
+    like: np.ndarray,
+    unlike: np.ndarray,
+) -> tuple[Calibrated, dict[str, np.ndarray]] | None:
+    """Return a mask's results with a limit on the probes, and by kind of unfamiliar text (see hits_by_kind).
+
+    Texts that are too short do not hit. Returns None if the budget is not kept with them, so that leaving
+    them out admits no larger mask, or without them. like, unlike: strangeness of the probes, and of the
+    unfamiliar texts. The other arguments are those of `choose_limit`.
+    """
+    lengths, familiar = unfamiliar.probes.lengths, like <= limit.strangest
+    short: int | None = terms.rare
+    while short is not None:
+        terms = replace(terms, rare=short)
+        policy = replace(policy_for(terms, measured, option.mask, familiar), limit=limit)
+        on_like = calibrated(terms, measured, option.mask, policy, familiar)
+        on_unlike = apply_policy(
+            unfamiliar.probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
+        )
+        served, groups = on_unlike.served, policy.group_indices(lengths)
+        left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
+        of_lengths = [on_unlike.fidelity[served & (groups == group)] for group in range(len(policy.groups))]
+        if not (on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths)):
+            return None
+        short = too_short(terms.budget, lengths[served], on_unlike.fidelity[served])
+    return on_like, left_out
 
 
 def too_short(budget: Budget, lengths: np.ndarray, fidelity: np.ndarray) -> int | None:
