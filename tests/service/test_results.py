@@ -256,6 +256,9 @@ def test_least_recently_used_results_leave():
     results.settle({b"d": kept_result(3)})
     assert results.find([b"b"], str) == [Lookup.UNKNOWN]
     assert all(isinstance(result, PrefillResult) for result in results.find([b"a", b"c", b"d"], str))
+    # One that is larger than all of them drives none out.
+    results.settle({b"large": kept_result(4, size=4096)})
+    assert results.kept(b"large") is None
     assert (len(results), results.bytes) == (3, 3 * one.bytes)
 
 
