@@ -139,9 +139,10 @@ class Results(Generic[W]):
                 for name in names:
                     found.append(self._find(name, waiter, len(found)))
             except BaseException:
-                self._computing.difference_update(
-                    name for name, result in zip(names, found, strict=False) if result is Lookup.UNKNOWN
-                )
+                for name, result in zip(names, found, strict=False):
+                    if result is Lookup.UNKNOWN:
+                        self._computing.discard(name)
+                        self._waiters.pop(name, None)  # the caller itself, which has sent the name twice
                 raise
         return found
 

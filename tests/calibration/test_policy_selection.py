@@ -279,6 +279,12 @@ def test_mean_may_serve_a_group_if_its_bound_is_inside_the_budget(mean_damage, l
     assert not mean_keeps(all_rows(probes)[: MIN_PROBES - 1], probes, mean, Budget(COSINE, least))
 
 
+def test_mean_that_keeps_the_budget_as_a_whole_but_not_for_the_longest_sequences_serves_no_group():
+    nothing, damages = np.full(120, -np.inf), np.repeat([0.0, 0.0, 0.09], 40)
+    probes, measured = probes_of([9] * 120, nothing, nothing, nothing, nothing, COSINE, damages)
+    assert not mean_keeps(all_rows(probes), probes, measured[RecordKind.MEAN], Budget(COSINE, 0.94))
+
+
 def test_group_with_a_length_without_a_mean_is_not_served_unsearched():
     nothing = np.full(40, -np.inf)
     probes, measured = probes_of([9] * 40, nothing, nothing, nothing, nothing, COSINE, np.zeros(40))
@@ -577,7 +583,7 @@ def test_without_records_to_search_no_group_is_searched():
 def test_length_without_any_record_does_not_keep_the_mean_from_serving_other_lengths():
     lengths, nothing = np.repeat([9, 10], 30), np.full(60, -np.inf)
     probes, measured = probes_of(lengths, nothing, nothing, nothing, nothing, COSINE, np.full(60, 0.01))
-    probes.records[RecordKind.MEAN][lengths == 10] = -1
+    probes.records[RecordKind.MEAN] = np.where(lengths == 9, 0, -1)  # 0 is the first record
     measured[RecordKind.MEAN].fidelity[lengths == 10] = np.nan
     mask = mildest_mask(natural_rank(3, 4), 6)
     for may_search in (True, False):

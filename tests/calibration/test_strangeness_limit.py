@@ -78,6 +78,7 @@ GOOD = {f"kind {number}": [0.99] * 40 for number in range(20)}
         # Kinds of fewer than 20 hits are judged together.
         ({"news": [0.96] * 19, "film": [0.999] * 19}, False),
         ({"news": [0.97] * 19, "film": [0.999] * 19}, True),
+        ({"news": [0.97] * 19, "film": [0.999] * 20}, False),
         # One harmed hit in every fourth kind is more than 1 % over kinds.
         ({f"other {number}": [0.99] * 39 + [0.94] for number in range(7)}, False),
     ],

@@ -228,14 +228,20 @@ def test_unfamiliar_texts_are_computed_in_full_unless_they_are_recorded(
 
 def test_raising_the_limit_only_adds_hits(tiny_checkpoint, tiny_corpus, strict):
     _, others = texts_of(tiny_corpus)
-    before: set[int] = set()
-    for strangest in (0.0, 0.001, 0.01, 0.1, 1.0, 100.0):
+
+    def served(strangest):
         limit = StrangenessLimit(strangest, 0.0)
         policy = replace(strict.search.policy, limit=limit)
         database = replace(strict, search=replace(strict.search, policy=policy))
         engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-        outcomes = prefill(engine, others).outcomes
-        hits = {index for index, outcome in enumerate(outcomes) if outcome.is_hit}
+        result = prefill(engine, others)
+        return {index for index, outcome in enumerate(result.outcomes) if outcome.is_hit}, result.strangeness
+
+    before: set[int] = set()
+    for strangest in (0.0, 0.001, 0.01, 0.1, 1.0, 100.0):
+        hits, strangeness = served(strangest)
         assert before <= hits
         before = hits
     assert before
+    # A text exactly at the limit hits.
+    assert served(float(strangeness[list(before)].max()))[0] == before

@@ -376,6 +376,14 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
     assert "could not be changed" not in caplog.text
+    # What another process has found is followed and kept, and the pending hits of a looser gate are dropped.
+    write_gate(path, gate)
+    engine.open_gate(gate, path)
+    verifier.offer(requests, engine.run(requests), gate)
+    for followed in (0, 2):
+        verifier.follow([followed])
+        assert (verifier.steps(), verifier.has_work) == ([followed], followed == 0)
+    assert read_gate(path) == replace(gate, steps=2)
     engine.open_gate(gate, path)
     path.unlink()
     verifier.offer(requests, engine.run(requests), gate)

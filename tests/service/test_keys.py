@@ -381,6 +381,13 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
     for _ in range(2):
         await use.end(0)
     assert (await refused(use))[0] == "tokens_per_minute"
+    # A request whose end could not be counted is in flight no longer.
+    other = use_of(Quotas(in_flight=1), Clock(), store)
+    assert await other.begin()
+    store.fails = True
+    await other.end(0)
+    store.fails = False
+    assert await other.begin()
 
 
 @pytest.mark.parametrize("refuses", ["get", "compare_and_set"])

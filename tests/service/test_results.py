@@ -256,6 +256,9 @@ def test_least_recently_used_results_leave():
     results.settle({b"d": kept_result(3)})
     assert results.find([b"b"], str) == [Lookup.UNKNOWN]
     assert all(isinstance(result, PrefillResult) for result in results.find([b"a", b"c", b"d"], str))
+    # One that is larger than all of them drives none out.
+    results.settle({b"large": kept_result(4, size=4096)})
+    assert results.kept(b"large") is None
     assert (len(results), results.bytes) == (3, 3 * one.bytes)
 
 
@@ -296,7 +299,7 @@ def test_kept_result_holds_no_other_rows_of_its_batch():
 def test_names_that_a_failed_caller_looked_up_are_unknown_to_the_next_one():
     results = Results(2**20)
     with pytest.raises(ZeroDivisionError):
-        results.find([b"a", b"b", b"a"], lambda index: 1 // (index - 2))
+        results.find([b"a", b"b", b"a", b"b"], lambda index: 1 // (index - 3))
     assert results.find([b"a", b"b"], str) == [Lookup.UNKNOWN] * 2
     assert results.find([b"b", b"b", b"c"], str) == [Lookup.WAITS, Lookup.WAITS, Lookup.UNKNOWN]
     result = kept_result(2)

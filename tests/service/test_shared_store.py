@@ -316,8 +316,8 @@ async def test_change_that_a_store_was_asked_for_twice_counts_once():
             return await super().compare_and_set(*arguments)
 
     use = QuotaUse("client", Quotas(requests_per_minute=2), Repeated(), max_seconds=10, clock=lambda: 1e9)
-    await use.begin()
-    await use.begin()
+    assert await use.begin()
+    assert await use.begin()
     with pytest.raises(QuotaExceeded):
         await use.begin()
 

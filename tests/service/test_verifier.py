@@ -269,7 +269,8 @@ def test_hits_before_and_after_a_restart_count_together(tmp_path, counts):
     assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0)
 
 
-def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path):
+@pytest.mark.parametrize("end", [Verifier.close, Verifier.retire])
+def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path, end):
     engine = keeping_engine(tmp_path, damage=0.01)
     verifier = verifier_of(engine, Metrics())
     kept = []
@@ -277,7 +278,7 @@ def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path):
         serve_and_verify(engine, verifier, ["short"] * 8)
         kept.append(len(kept_hits(tmp_path)))
     assert kept == [0, 16, 16, 32, 32]
-    verifier.close()
+    end(verifier)
     assert kept_hits(tmp_path) == [pytest.approx(0.99)] * 40
 
 
@@ -294,6 +295,24 @@ def test_tightening_of_another_server_is_adopted_and_its_pending_hits_are_droppe
     # The batches have 7, 8 and 8 hits, so the third batch holds the sixteenth hit.
     assert verified_texts(good) == ["longer than eight"] * 10 + ["short"] * 13
     assert numbers(metrics)[(DROPPED,)] == 17
+
+
+def test_tightening_that_another_process_has_found_is_followed_and_kept(tmp_path):
+    engine = keeping_engine(tmp_path, damage=0.1)
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["short"] * 3)
+    verifier.follow([2, 0, 0])
+    assert verifier.steps() == [2, 0, 0]
+    assert not verifier.has_work  # a looser policy let the pending hits hit
+    assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0).tightened(0)
+
+
+def test_tightened_limit_that_another_process_has_found_is_followed():
+    verifier = verifier_of(FakeEngine(policy=policy_of(limit=StrangenessLimit(4.0, 2.0))), Metrics())
+    verifier.follow([0, 0, 2])
+    assert verifier.steps() == [0, 0, 2]
+    verifier.follow([0, 0, 9])
+    assert (verifier.steps(), verifier.policy.limit.is_off) == ([0, 0, 6], True)
 
 
 def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_path):

@@ -112,6 +112,12 @@ def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     assert_same(model, again.outputs, first.outputs)
 
 
+def test_the_longest_of_several_ends_that_are_stored_is_given(model):
+    store, ids = store_of(model), random_ids(28)
+    found = [run(model, store, [ids[:length]]).report.tokens for length in (21, 25, 28)]
+    assert found == [21, 4, 3]
+
+
 def test_what_pooling_leaves_out_is_part_of_the_key(model):
     store, ids = store_of(model), random_ids(40)
     run(model, store, [ids], skipped=3)
@@ -215,6 +221,7 @@ def test_clearing_frees_all_places_even_of_blocks_in_use(model):
     reservation = store.begin([prefix_key(ids)])
     assert store.clear() == 3
     assert store.memory.pool.used == 3
+    assert not store.memory._short  # or the lengths of ends of sequences would pile up
     store.finish(reservation)
     assert store.memory.pool.used == 0
     assert run(model, store, [ids]).report.tokens == 40

@@ -181,6 +181,7 @@ def test_waiting_sequences_are_fetched_into_memory(model, open_store):
     # A short block at the end is fetched too.
     assert [store.lookup(prefix_key(ids)).memory for ids in sequences] == [40, 40, 0]
     assert store.expected == {name.key for ids in sequences[:2] for name in prefix_key(ids).names}
+    store.fetch(prefix_key(sequences[0]))  # nothing is left to fetch
 
 
 def test_fetching_evicts_no_more_than_it_brings(model, open_store):
