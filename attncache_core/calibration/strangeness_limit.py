@@ -30,6 +30,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.policy import Budget, StrangenessLimit
 from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.storage.layout import RecordKind
 
 # Shares of the probes like the corpus that a limit may reject as too strange, tried in this order. A smaller
@@ -92,13 +93,16 @@ def choose_limit(
 ) -> Limited | None:
     """Return the option with the highest strangeness limit that keeps the budget, or None if no limit does.
 
+    With a lower limit, short texts may keep the budget that are too short to hit with this one. But of
+    several limits, one would pass by chance.
+
     option: a mask, and its policy without a limit. measured, measured_unfamiliar: the effect of the mask on
     the probes of the terms, and on the unfamiliar texts.
     """
     probes, unfamiliar_probes = terms.probes, unfamiliar.probes
     kinds = apply_policy(unfamiliar_probes, measured_unfamiliar, option.mask, option.policy).kinds
     damage = np.concatenate([_damage_of(measured, option.kinds), _damage_of(measured_unfamiliar, kinds)])
-    # The test is asked about no text that is too short to hit, and a fit to such texts is worse for others.
+    # The test is asked about no text of a rare length, and a fit to such texts is worse for others.
     long_enough = np.concatenate([probes.lengths, unfamiliar_probes.lengths]) > terms.rare
     known = np.flatnonzero(np.isfinite(damage) & long_enough)
     if (known < len(probes.sequences)).sum() < MIN_PROBES:
@@ -110,48 +114,68 @@ def choose_limit(
         tokens, [sequences[index] for index in known], damage[known], [names[index] for index in known]
     )
     like, unlike = np.split(strangeness, [len(probes.sequences)])
+    limits = _Limits(option.mask, terms, measured, unfamiliar, measured_unfamiliar, like, unlike)
     usual = like[np.isfinite(like)]
     for share in _REJECTED:
         limit = StrangenessLimit(float(np.quantile(usual, 1 - share)), float(np.median(usual)))
-        found = _within_budget(option, terms, measured, unfamiliar, measured_unfamiliar, limit, like, unlike)
-        if found:
-            on_like, left_out = found
-            return Limited(on_like, familiarity, left_out)
+        if found := limits.within_budget(limit):
+            return Limited(found.on_like, familiarity, found.left_out)
     return None
 
 
-def _within_budget(
-    option: Calibrated,
-    terms: Terms,
-    measured: Mapping[RecordKind, Measured],
-    unfamiliar: UnfamiliarProbes,
-    measured_unfamiliar: Mapping[RecordKind, Measured],
-    limit: StrangenessLimit,
-    like: np.ndarray,
-    unlike: np.ndarray,
-) -> tuple[Calibrated, dict[str, np.ndarray]] | None:
-    """Return a mask's results with a limit on the probes, and by kind of unfamiliar text (see hits_by_kind).
+@dataclass(frozen=True)
+class _Results:
+    """The results of a mask with a strangeness limit."""
 
-    Texts that are too short do not hit. Returns None if the budget is not kept with them, so that leaving
-    them out admits no larger mask, or without them. like, unlike: strangeness of the probes, and of the
-    unfamiliar texts. The other arguments are those of `choose_limit`.
-    """
-    lengths, familiar = unfamiliar.probes.lengths, like <= limit.strangest
-    short: int | None = terms.rare
-    while short is not None:
-        terms = replace(terms, rare=short)
-        policy = replace(policy_for(terms, measured, option.mask, familiar), limit=limit)
-        on_like = calibrated(terms, measured, option.mask, policy, familiar)
-        on_unlike = apply_policy(
-            unfamiliar.probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
-        )
-        served, groups = on_unlike.served, policy.group_indices(lengths)
-        left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
-        of_lengths = [on_unlike.fidelity[served & (groups == group)] for group in range(len(policy.groups))]
-        if not (on_like.served.any() and keeps_budget(terms.budget, on_like, left_out, of_lengths)):
+    on_like: Calibrated  # on the probes of the terms
+    left_out: dict[str, np.ndarray]  # see hits_by_kind
+    keeps_budget: bool
+    too_short: int | None  # see too_short
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """A mask, its effect on the probes and on unfamiliar texts, and their strangeness."""
+
+    mask: ReuseMask
+    terms: Terms
+    measured: Mapping[RecordKind, Measured]
+    unfamiliar: UnfamiliarProbes
+    measured_unfamiliar: Mapping[RecordKind, Measured]
+    like: np.ndarray  # strangeness of the probes of the terms
+    unlike: np.ndarray  # and of the unfamiliar texts
+
+    def within_budget(self, limit: StrangenessLimit) -> _Results | None:
+        """Return the results with a limit, without hits on texts that are too short.
+
+        Returns None if the budget is not kept without these texts, or not with them, so that leaving them out
+        admits no larger mask.
+        """
+        found = self._results(limit, self.terms.rare)
+        if not found.keeps_budget:
             return None
-        short = too_short(terms.budget, lengths[served], on_unlike.fidelity[served])
-    return on_like, left_out
+        while found.too_short is not None:
+            found = self._results(limit, found.too_short)
+        return found if found.keeps_budget else None
+
+    def _results(self, limit: StrangenessLimit, rare: int) -> _Results:
+        """Return the results with a limit, if texts of up to `rare` tokens do not hit."""
+        terms, probes = replace(self.terms, rare=rare), self.unfamiliar.probes
+        familiar = self.like <= limit.strangest
+        policy = replace(policy_for(terms, self.measured, self.mask, familiar), limit=limit)
+        on_like = calibrated(terms, self.measured, self.mask, policy, familiar)
+        on_unlike = apply_policy(
+            probes, self.measured_unfamiliar, self.mask, policy, self.unlike <= limit.strangest
+        )
+        served, groups = on_unlike.served, policy.group_indices(probes.lengths)
+        left_out = hits_by_kind(on_unlike, self.unfamiliar.kinds)
+        of_lengths = [on_unlike.fidelity[served & (groups == group)] for group in range(len(policy.groups))]
+        return _Results(
+            on_like,
+            left_out,
+            bool(on_like.served.any()) and keeps_budget(terms.budget, on_like, left_out, of_lengths),
+            too_short(terms.budget, probes.lengths[served], on_unlike.fidelity[served]),
+        )
 
 
 def too_short(budget: Budget, lengths: np.ndarray, fidelity: np.ndarray) -> int | None:

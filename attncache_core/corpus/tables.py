@@ -26,8 +26,8 @@ _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
 _MAX_HEADER = 10_000  # characters
 _COMPLETE = "complete the row, or take the line break out of its text"
-# A field of a csv file that is quoted as a whole.
 _LINE_END = re.compile(rb"\r\n?|\n")
+# A field of a csv file that is quoted as a whole.
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 # After so many fields that double their quotes, and no field with other quotes, a tsv file is surely quoted.
 _SURELY_QUOTED = 3

@@ -55,15 +55,17 @@ class Rows(Protocol):
 def open_rows(path: Path, column: str, file_format: str | None = None) -> Iterator[Rows]:
     """Open a file of texts. column: the name of the texts' column; a txt file has none.
 
-    file_format: one of INPUT_FORMATS; None: the ending of the name. Raises InvalidInput if the file cannot be
-    read or has no such column; iterating raises InvalidInput for a row without a text.
+    path: `-` is standard input. file_format: one of INPUT_FORMATS; None: the ending of the name. Raises
+    InvalidInput if the file cannot be read or has no such column; iterating raises InvalidInput for a row
+    without a text.
     """
     try:
         known = format_of(str(path), file_format, INPUT_FORMATS)
     except InvalidInput as error:
         raise InvalidInput(f"{error}, or give --format", field="input") from error
     try:
-        file = path.open("rb") if known == "parquet" else path.open(encoding="utf-8-sig", newline="")
+        binary: Any = os.fdopen(os.dup(0), "rb") if str(path) == "-" else path.open("rb")
+        file = binary if known == "parquet" else io.TextIOWrapper(binary, "utf-8-sig", newline="")
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="input") from error
     with file:
@@ -101,7 +103,7 @@ class _LineRows:
     def __init__(self, file: io.TextIOWrapper, path: Path, column: str, file_format: str) -> None:
         self._file, self._path, self._column, self._format = file, path, column, file_format
         self._binary: Any = file.buffer  # which is ahead of the text by a buffer
-        self._bytes = max(1, path.stat().st_size)
+        self._bytes = max(1, os.fstat(file.fileno()).st_size)
         self._opened = _state(file)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:

@@ -82,8 +82,6 @@ def _file_options(formats: tuple[str, ...]) -> Callable[[Command], Command]:
                 return
             if shard or ray:
                 raise InvalidInput("--shard and --ray are for INPUTS without --input", field="shard")
-            if str(source) == "-":
-                source, file_format = Path("/dev/stdin"), file_format or "txt"
             files = Files(source, column, file_format, Path(output))
             check_apart(files)
             check_output(files.output, formats)

@@ -85,7 +85,7 @@ def show_database(database: AttentionDatabase) -> None:
     policy = served.policy
     for reason in served.reuse_off:
         console.print(f"reuse off    {reason}")
-    console.print(f"budget       {_budget(policy.budget)}")
+    console.print(f"budget       {_budget(policy.budget, is_given=_has_given_threshold(manifest))}")
     for name, group in zip(policy.names(), policy.groups, strict=True):
         thresholds = ", ".join(
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
@@ -134,21 +134,26 @@ def overlap(
         )
 
 
-def _budget(budget: Budget) -> str:
-    if not budget.binds:
+def _has_given_threshold(manifest: Manifest) -> bool:
+    """Return whether the operator gave θ: in the build, and no calibration has set a budget since."""
+    return manifest.build.get("threshold") is not None and not manifest.policy.budget.binds
+
+
+def _budget(budget: Budget, *, is_given: bool) -> str:
+    if is_given:
         return "none: θ was given, so texts may hit outside any budget"
     floor = f", and {budget.floor} for 99 of 100 hits" if budget.floor else ""
     return f"mean {budget.measure} of the hits at least {budget.least}{floor}"
 
 
 def _quality(manifest: Manifest) -> str:
-    quality, is_chosen = manifest.quality, manifest.policy.budget.binds
+    quality, is_given = manifest.quality, _has_given_threshold(manifest)
     if not quality["measured"]:
         hits = "only recorded texts hit unless θ is lowered"
-        if not is_chosen:
+        if is_given:
             hits = "with this θ, texts may hit outside the budget"
         return f"not measured (too few texts to hold out): {hits}"
-    texts = f"{quality['measured']} held-out texts, {'on which θ was chosen' if is_chosen else 'with this θ'}"
+    texts = f"{quality['measured']} held-out texts, {'with this θ' if is_given else 'on which θ was chosen'}"
     measured = f"{texts}: hit rate {quality['hit_rate']:.3f}"
     if quality["mean"] is None:
         return f"{measured}; {why_exact(manifest)}"

@@ -289,7 +289,7 @@ def _show_comparison(
     json_file: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Write a table with a column for each method to the given files, and print it, whichever fails."""
+    """Write a table with a column for each method to the given files, and print it also if that fails."""
     columns = ["", *(report.method for report in reports)]
     rows = _rows(metric, reports)
     methods = [without_nan(asdict(report)) for report in reports]

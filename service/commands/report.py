@@ -96,10 +96,9 @@ def require_writable(path: Path, option: str) -> None:
         raise InvalidInput(f"the folder of {option} {path} does not exist; make it first", field=field)
     if path.is_dir():
         raise InvalidInput(f"{option} {path} is a folder; name a file", field=field)
-    if not os.access(path if _is_special(path) else path.parent, os.W_OK):
-        raise InvalidInput(
-            f"the folder of {option} {path} cannot be written to; choose another one", field=field
-        )
+    written, what = (path, "") if _is_special(path) else (path.parent, "the folder of ")
+    if not os.access(written, os.W_OK):
+        raise InvalidInput(f"{what}{option} {path} cannot be written to; choose another one", field=field)
     for other, named in _named_paths():
         if other != option and os.path.exists(path) and os.path.exists(named) and path.samefile(named):
             raise InvalidInput(

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from attncache_core.calibration.policy_selection import Calibrated, could_prove
+from attncache_core.calibration import strangeness_limit
+from attncache_core.calibration.policy_selection import Calibrated, Terms, calibrated, could_prove, policy_for
+from attncache_core.calibration.probes import Measured, Probes
+from attncache_core.calibration.savings import Savings
 from attncache_core.calibration.strangeness_limit import (
+    UnfamiliarProbes,
     _left_out_figures,
+    choose_limit,
     find_unfamiliar,
     hits_by_kind,
     keeps_budget,
@@ -19,6 +24,7 @@ from attncache_core.corpus import UnfamiliarText
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.mask import mildest_mask, natural_rank
+from attncache_core.reuse.storage.layout import RecordKind
 
 FLOOR = Budget(Measure.COSINE, 0.98, 0.95)
 
@@ -124,6 +130,62 @@ def test_the_shortest_hits_keep_the_budget_by_themselves(hits, short):
     lengths, fidelity = np.array(hits).reshape(-1, 2).T
     order = np.random.default_rng(0).permutation(len(hits))
     assert too_short(FLOOR, lengths.astype(np.int64)[order], fidelity[order]) == short
+
+
+def served_by_means(lengths, damage):
+    """Return probes that the means of their lengths serve with this damage, and the effect of the means."""
+    similarities = {
+        kind: np.full(len(lengths), -1.0 if kind is RecordKind.MEAN else -np.inf) for kind in RecordKind
+    }
+    records = {kind: np.where(np.isfinite(values), 3, -1) for kind, values in similarities.items()}
+    measured = {kind: Measured(np.array(damage), 1 - np.array(damage)) for kind in RecordKind}
+    return Probes([[2] * length for length in lengths], records, similarities), measured
+
+
+@pytest.mark.parametrize(
+    ("hits", "strangeness", "longest", "least_rate"),
+    [
+        # Of each length: the hits on unfamiliar texts, and how many of them are harmed. Others are strange.
+        ({4: (25, 0), 5: (25, 0), 6: (25, 0), 7: (25, 0)}, 0.2, 0, 1.0),
+        ({4: (25, 3), 5: (25, 0), 6: (25, 0), 7: (25, 0)}, 0.2, 4, 0.9),
+        # A remainder of a length group, such as 7 tokens alone, is judged with the other lengths first.
+        ({4: (25, 3), 5: (25, 3), 6: (25, 3), 7: (25, 3)}, 0.2, 7, 0.8),
+        # A limit below the harmed texts would let all lengths hit, but is not tried, because it may be luck.
+        (dict.fromkeys(range(4, 20), (25, 2)), 0.985, 19, 0.2),
+        # The budget is not kept with the short texts, so a smaller mask is taken.
+        ({4: (1000, 600)}, 0.2, None, 0),
+        # Nor is it proved without them, if too few probes are left.
+        (dict.fromkeys(range(4, 21), (25, 2)), 0.2, None, 0),
+    ],
+)
+def test_texts_that_are_too_short_do_not_hit(monkeypatch, hits, strangeness, longest, least_rate):
+    lengths = np.repeat(np.arange(4, 24), 99)
+    probes, measured = served_by_means(lengths, np.full(len(lengths), 0.005))
+    unlike = np.repeat(np.arange(4, 24), 2000)
+    harmed, strange = np.zeros(len(unlike), bool), np.full(len(unlike), 0.2)
+    for length, (count, of_them) in hits.items():
+        of_length = np.flatnonzero(unlike == length)
+        strange[of_length[count:]] = 9.0
+        harmed[of_length[:of_them]], strange[of_length[:of_them]] = True, strangeness
+    kinds = np.arange(len(unlike)) % 60
+    kinds[harmed] = np.arange(harmed.sum()) % 60
+    unfamiliar, effect = served_by_means(unlike, np.where(harmed, 0.06, 0.003))
+    savings = Savings(per_hit=lambda lengths, heads: 2.0 * lengths * heads, search=lambda _: 7.0)
+    terms = Terms.of(probes, FLOOR, savings, shortest=4, may_search=False)
+    mask = mildest_mask(natural_rank(3, 4), 6)
+    option = calibrated(terms, measured, mask, policy_for(terms, measured, mask))
+    scores = np.concatenate([np.random.default_rng(0).permutation(np.linspace(0, 1, len(lengths))), strange])
+    monkeypatch.setattr(strangeness_limit, "fit_familiarity", lambda *_: (None, scores))
+    found = choose_limit(
+        option, terms, measured, UnfamiliarProbes(unfamiliar, list(map(str, kinds))), effect, None
+    )
+    if longest is None:
+        assert found is None
+        return
+    first, *others = found.calibrated.policy.groups
+    assert (0 if first.approximates else first.longest) == longest
+    assert all(group.approximates for group in others)
+    assert found.calibrated.served.mean() >= least_rate
 
 
 def test_hits_are_grouped_by_kind_and_nan_is_harmed():

@@ -334,6 +334,11 @@ def test_split_uses_each_different_text_once():
         with pytest.raises(InvalidInput) as refused:
             split(repeated, sequences, needed, most)
         assert refused.value.field == field
+    # A budget that needs the fewest texts there can be has no remedy but more texts.
+    for needed, has_remedy in ((20, False), (299, True)):
+        with pytest.raises(InvalidInput) as refused:
+            split(repeated, sequences[:30], needed, 1000)
+        assert ("needs fewer" in str(refused.value)) == has_remedy
 
 
 def test_batches_are_full_and_in_order(tiny_engine):

@@ -566,7 +566,7 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     assert run(*arguments).exit_code == 130
     other = read_checkpoint(write_sentence_transformer(tmp_path / "texts-other", seed=1))
     for options, words in (
-        (embed_arguments(other, source, output), "was begun with model fingerprint"),
+        (embed_arguments(other, source, output), "(another model, or options that change its answers)"),
         (
             (*arguments, "--batch-tokens", 99),
             "was begun with --batch-tokens 1024, not with --batch-tokens 99",

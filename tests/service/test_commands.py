@@ -57,7 +57,11 @@ def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [((), "only recorded texts hit"), (("--threshold", "0"), "texts may hit outside the budget")],
+    [
+        ((), "only recorded texts hit"),
+        (("--threshold", "0"), "texts may hit outside the budget"),
+        (("--min-cosine", "0", "--min-text-cosine", "0"), "hits at least 0.0"),
+    ],
 )
 def test_build_of_few_texts_says_what_hits_with_an_unmeasured_threshold(
     tiny_checkpoint, files, tmp_path, options, said
@@ -66,6 +70,7 @@ def test_build_of_few_texts_says_what_hits_with_an_unmeasured_threshold(
     (tmp_path / "few.tsv").write_text("".join(lines[:12]), encoding="utf-8")
     shown = succeeded(build(tiny_checkpoint, tmp_path / "db", "--corpus", tmp_path / "few.tsv", *options))
     assert said in " ".join(shown.split())
+    assert ("θ was given" in shown) == ("--threshold" in options)
 
 
 def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):

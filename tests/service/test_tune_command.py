@@ -213,7 +213,7 @@ def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_chec
     [
         (("--min-text-cosine", "0.9"), "60 different texts, and at least 598 are needed"),
         (("--label-column", PRIVATE), "has no column"),
-        (("--label-column", "same"), "label_column: the texts that choose, which are half"),
+        (("--label-column", "same"), "label_column: the texts that choose have one label"),
         (("--ways", "int8,int3"), "'int3' is not a known way"),
         (("--plot", "plot.jpg"), "must end in .png"),
         (("--output", "tuned.json"), "must end in .toml"),

@@ -65,7 +65,7 @@ class Texts:
 
 
 def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, maximum: int) -> tuple[Texts, Texts]:
-    """Split texts at random into those that choose and those that measure, which are half of them.
+    """Split texts at random into those that choose and those that measure, which are at most half of them.
 
     sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
     left out. needed: the fewest texts to measure on. maximum: the most texts to measure on; the others
@@ -313,8 +313,8 @@ class Tuning:
         elif self.choosing.labels is not None:
             if len(set(self.choosing.labels)) < 2:
                 raise InvalidInput(
-                    "label_column: the texts that choose, which are half of them, have one label, and "
-                    "accuracy needs two; give more texts, or leave label_column out",
+                    "label_column: the texts that choose have one label, and accuracy needs two; give more "
+                    "texts, or leave label_column out",
                     field="label_column",
                 )
             with self._text_numbers(self.choosing):
