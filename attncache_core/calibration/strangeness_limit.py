@@ -93,8 +93,8 @@ def choose_limit(
 ) -> Limited | None:
     """Return the option with the highest strangeness limit that keeps the budget, or None if no limit does.
 
-    With a lower limit, short texts may keep the budget that are too short to hit with this one. But of
-    several limits, one would pass by chance.
+    Lower limits are not tried in order to let short texts hit: among several limits, one would do so by
+    chance.
 
     option: a mask, and its policy without a limit. measured, measured_unfamiliar: the effect of the mask on
     the probes of the terms, and on the unfamiliar texts.
@@ -143,13 +143,13 @@ class _Limits:
     unfamiliar: UnfamiliarProbes
     measured_unfamiliar: Mapping[RecordKind, Measured]
     like: np.ndarray  # strangeness of the probes of the terms
-    unlike: np.ndarray  # and of the unfamiliar texts
+    unlike: np.ndarray  # strangeness of the unfamiliar texts
 
     def within_budget(self, limit: StrangenessLimit) -> _Results | None:
         """Return the results with a limit, without hits on texts that are too short.
 
-        Returns None if the budget is not kept without these texts, or not with them, so that leaving them out
-        admits no larger mask.
+        Returns None unless the budget is kept both with the short texts and without them. So leaving short
+        texts out never admits a larger mask.
         """
         found = self._results(limit, self.terms.rare)
         if not found.keeps_budget:
@@ -179,11 +179,11 @@ class _Limits:
 
 
 def too_short(budget: Budget, lengths: np.ndarray, fidelity: np.ndarray) -> int | None:
-    """Return the length of the shortest hits on unfamiliar texts if such short texts may not hit, else None.
+    """Return the length up to which texts are too short to hit; None if the shortest hits keep the budget.
 
     A text of a few tokens differs from the mean of its length more than a longer text does, and would hardly
     count among the longer texts of its group. So the 20 shortest hits must keep the budget by themselves.
-    lengths: tokens of each hit. fidelity: of each hit.
+    Otherwise the length of the shortest hit is too short. lengths, fidelity: of each hit on unfamiliar texts.
     """
     if not len(lengths):
         return None
