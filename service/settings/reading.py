@@ -72,7 +72,11 @@ def gather_settings(options: Mapping[str, object], config: Path | None = None) -
         is_of_file = field in in_file and field not in given
         return f"--config {config}: {field}" if is_of_file else all_names(field)
 
-    return read_settings({**in_file, **given}, names)
+    settings = read_settings({**in_file, **given}, names)
+    # The variable may stand: the image sets it.
+    if settings.unix_socket and "host" in {**in_file, **options}:
+        raise InvalidSettings("--host has no effect with --unix-socket; leave one of them out", field="host")
+    return settings
 
 
 def read_settings(values: Mapping[str, object], names: Callable[[str], str] = all_names) -> Settings:

@@ -7,12 +7,12 @@ from typing import cast
 
 from pydantic import SecretStr, model_validator
 
-from service.settings.cluster import Cluster
+from service.settings.cluster import SHARED_USES, Cluster
 from service.settings.connections import Connections, Observability, Supervision
 from service.settings.limits import Limits
 from service.settings.model import Model, Processor
 from service.settings.names import Group, option_name, refused
-from service.settings.network import Network, Security
+from service.settings.network import UNIX_PEERS, Network, Security
 from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 
 # Fields that say how attention maps, or keys and values, are reused.
@@ -26,6 +26,8 @@ _OF_KEY_VALUES = (
     "warm",
     "blend",
 )
+# Uses of --shared, and a switch without which nothing is shared for them.
+_SWITCHES_OF_USES = (("kv", "kv"), ("kv", "reuse"), ("findings", "maps"), ("findings", "reuse"))
 
 
 class Settings(
@@ -56,6 +58,11 @@ class Settings(
             raise refused("--port has no effect with --unix-socket; leave one of them out")
         if self.tls_cert and self.unix_socket and self.admin_port is None:
             raise refused("--tls-cert has no effect with --unix-socket, which only this machine reaches")
+        proxies = (self.trusted_proxies or "").split(",")
+        if self.unix_socket is None and UNIX_PEERS in map(str.strip, proxies):
+            raise refused(
+                f"{UNIX_PEERS} in --trusted-proxies has no effect without --unix-socket; give both or none"
+            )
         if self.admin_port is None:
             self._refuse(("admin_host",), "without --admin-port; give both or none")
         if self.classifier and self.labels:
@@ -70,6 +77,10 @@ class Settings(
                 self._refuse(("kv_disk_dtype",), "without --kv-dir or --shared; give one of them too")
         if self.shared is None:
             self._refuse(("shared_uses",), "without --shared; give both or none")
+        uses = self.shared_uses.split(",")
+        for use, switch in _SWITCHES_OF_USES if set(uses) != set(SHARED_USES) else ():
+            if use in uses and not getattr(self, switch):
+                raise refused(f"--shared-uses {use} has no effect with --no-{switch}; leave one of them out")
         if not self.sample:
             self._refuse(_OF_SAMPLE, "without --sample; give both or none")
         if self.blend is None:

@@ -91,6 +91,10 @@ def test_values_are_read_from_text():
         ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
         ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
         ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
+        (
+            {"trusted_proxies": "10.0.0.0/8, unix"},
+            "unix in --trusted-proxies has no effect without --unix-socket; give both or none",
+        ),
         ({"admin_host": "0.0.0.0"}, "--admin-host has no effect without --admin-port"),
         ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
         ({"blend": "a", "kv": False}, "--blend has no effect with --no-kv"),
@@ -105,12 +109,44 @@ def test_values_are_read_from_text():
         ({"sample": True, "renew_hours": 0}, "it must be greater than 0"),
         ({"sample": True, "sample_texts": 0}, "it must be at least 1"),
         ({"shared_uses": "kv"}, "has no effect without --shared"),
+        (
+            {"shared": "valkey://a", "shared_uses": "kv,sessions", "kv": False},
+            "--shared-uses kv has no effect with --no-kv; leave one of them out",
+        ),
+        (
+            {"shared": "valkey://a", "shared_uses": "findings", "maps": False},
+            "--shared-uses findings has no effect with --no-maps",
+        ),
+        (
+            {"shared": "valkey://a", "shared_uses": "quotas,kv", "reuse": False},
+            "--shared-uses kv has no effect with --no-reuse",
+        ),
         ({"shared": "valkey://a", "shared_uses": "kv,maps"}, "give one or several of kv, sessions, quotas"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, says):
     with pytest.raises(InvalidSettings, match=says):
         read_settings(settings)
+
+
+def test_all_uses_of_a_shared_store_and_proxies_of_a_unix_socket_are_accepted():
+    uses = Settings.model_fields["shared_uses"].default
+    for switch in ("kv", "maps", "reuse"):
+        read_settings({"shared": "valkey://a", "shared_uses": uses, switch: False})
+    read_settings({"shared": "valkey://a", "shared_uses": "sessions,quotas", "reuse": False})
+    read_settings({"trusted_proxies": "10.0.0.0/8, unix", "unix_socket": "a.sock"})
+
+
+def test_host_beside_a_unix_socket_is_refused_unless_it_is_a_variable_which_the_image_sets(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ATTNCACHE_HOST", "0.0.0.0")
+    assert gather_settings({"unix_socket": "a.sock"}).host == "0.0.0.0"
+    config = written(tmp_path, 'host = "0.0.0.0"')
+    for options, file in (({"host": "127.0.0.1"}, None), ({}, config)):
+        with pytest.raises(InvalidSettings, match="--host has no effect with --unix-socket") as refused:
+            gather_settings({"unix_socket": "a.sock", **options}, file)
+        assert refused.value.field == "host"
 
 
 @pytest.mark.parametrize(
