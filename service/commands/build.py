@@ -133,8 +133,9 @@ def budget_options(of: str, model: str) -> Callable[[Command], Command]:
 )
 @click.option(
     "--threshold",
-    type=float,
-    help="Least similarity θ of a hit. Default: calibration chooses the thresholds.",
+    type=Number(max=1),
+    help="Least similarity θ of a hit; with 1, only recorded texts hit. Default: calibration chooses the "
+    "thresholds.",
 )
 @click.option(
     "--max-length",

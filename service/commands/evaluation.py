@@ -40,6 +40,7 @@ from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.text.labels import LabelTokens
 from service.commands.database import overlap
 from service.commands.options import (
+    Number,
     drop_options,
     json_option,
     max_tokens_option,
@@ -98,8 +99,9 @@ def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None
         ),
         click.option(
             "--threshold",
-            type=float,
-            help="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database.",
+            type=Number(max=1),
+            help="Least similarity θ of a hit, for all lengths; with 1, only recorded texts hit. Default: "
+            "the thresholds of the database.",
         ),
         click.option(
             "--batch-size",

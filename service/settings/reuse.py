@@ -35,8 +35,9 @@ class Reuse(Group):
     )
     threshold: float | None = Field(
         None,
-        description="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database, "
-        "which keep its quality budget.",
+        le=1,
+        description="Least similarity θ of a hit, for all lengths; with 1, only recorded texts hit. Default: "
+        "the thresholds of the database, which keep its quality budget.",
     )
     min_gain: float = Field(
         0.05,

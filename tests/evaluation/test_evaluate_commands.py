@@ -254,7 +254,7 @@ def test_heads_and_threshold_options_override_the_database_and_max_tokens_trunca
 ):
     options = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a")
     for changed, heads in (
-        (("--heads", "layers:1", "--threshold", "2"), "4 of 12"),
+        (("--heads", "layers:1", "--threshold", "1"), "4 of 12"),
         # The database has no records of four tokens.
         (("--max-tokens", "4"), "12 of 12"),
     ):
@@ -306,6 +306,7 @@ PAIRS = f"{SCORED}1\t{PRIVATE}\tx\n2\tx\tx\n"
         ("sts", PAIRS, ("--rounds", "0"), ("--rounds",)),
         ("sts", PAIRS, ("--columns", "sentence1"), ("--columns must be two names",)),
         ("sts", PAIRS, ("--batch-size", "x"), ("--batch-size",)),
+        ("sts", PAIRS, ("--threshold", "95"), ("--threshold", "x<=1")),
         ("sts", PAIRS, ("--max-tokens", "1"), ("--max-tokens",)),
         ("sts", PAIRS, (), ("attncache needs a database",)),
         ("sts", PAIRS, ("--methods", "san"), ("the methods are full", "'san'")),

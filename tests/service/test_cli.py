@@ -68,6 +68,7 @@ def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
         ("serve --model absent", {}, ("absent", "not found")),
         # An empty variable counts as not set.
         ("serve --model absent", {"PORT": "", "DATABASE": ""}, ("absent", "not found")),
+        ("build --corpus a.txt --database a.db --threshold 95", {}, ("--threshold", "x<=1")),
         ("serve --host 203.0.113.1 --port 0", {}, ("203.0.113.1", "cannot listen")),
         ("serve --host no.such.host.invalid --port 0", {}, ("no.such.host.invalid", "cannot listen")),
     ],

@@ -30,6 +30,7 @@ from service.settings.reading import write_settings
         ("quantize", "int3", "'int8', 'int8-weight-only' or 'int4'"),
         ("threads", "0", "it must be at least 1"),
         ("threshold", "nan", "finite"),
+        ("threshold", "95", "it must be at most 1"),
         ("verify_rate", "1.5", "it must be at most 1"),
         ("verify_rate", "nan", "it must be at most 1"),
         ("max_batch_tokens", "0", "it must be at least 1"),
