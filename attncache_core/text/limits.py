@@ -218,6 +218,14 @@ def no_room(max_tokens: int, field: str) -> InvalidInput:
     )
 
 
+def no_room_beside_query(max_tokens: int, field: str) -> InvalidInput:
+    """Return the error for a query in a template of pairs that leaves no room for its document."""
+    return InvalidInput(
+        f"{field}: the query leaves no room for a document within {max_tokens} tokens; shorten the query",
+        field=field,
+    )
+
+
 def too_many(tokens: int, maximum: int, field: str) -> InputTooLong:
     """Return the error for sequences with more tokens together than a request may have."""
     shorten = f"send fewer or shorter {'labels or inputs' if field == 'labels' else 'ones'}"

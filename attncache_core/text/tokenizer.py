@@ -18,6 +18,7 @@ from attncache_core.text.limits import (
     encoded,
     list_of,
     no_room,
+    no_room_beside_query,
     require_few_characters,
     require_few_characters_of_text,
     require_few_label_characters,
@@ -211,7 +212,9 @@ class TextTokenizer:
                     if surplus > 0 and not truncate:
                         raise too_long(room, first + index)
                     if surplus > 0:
-                        ids = TruncatedTokens(self._cut(template.parts(uncut[index]), room, "right")[0])
+                        pair = field_of(index) if template.is_for_pairs else None
+                        parts = template.parts(uncut[index])
+                        ids = TruncatedTokens(self._cut(parts, room, "right", pair)[0])
                     yield ids
             first += len(uncut)
 
@@ -416,11 +419,16 @@ class TextTokenizer:
         return self._cut(prompt.template.parts(text), room, "left")
 
     def _cut(
-        self, parts: tuple[str, str, str], room: int, side: Literal["right", "left"]
+        self,
+        parts: tuple[str, str, str],
+        room: int,
+        side: Literal["right", "left"],
+        pair: str | None = None,
     ) -> tuple[list[int], int]:
         """Return `room` tokens of three joined texts, by cutting the middle one, and where its rest begins.
 
-        Raises InvalidInput if the middle one has fewer tokens than are too many.
+        pair: the field of the pair whose query stands in the first text; None: no query does. Raises
+        InvalidInput if the middle one has fewer tokens than are too many.
         """
         front, text, _ = parts
         encoding = self._tokenizer.encode("".join(parts))
@@ -436,7 +444,9 @@ class TextTokenizer:
             if (first < stop or not front) and stop <= end and not special
         ]
         if surplus > len(of_text):
-            raise no_room(self.max_tokens, "template")
+            raise (
+                no_room_beside_query(self.max_tokens, pair) if pair else no_room(self.max_tokens, "template")
+            )
         cut = set(of_text[:surplus] if side == "left" else of_text[len(of_text) - surplus :])
         kept = [token for index, token in enumerate(encoding.ids) if index not in cut]
         if side == "right" or not surplus:

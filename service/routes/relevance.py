@@ -114,10 +114,11 @@ async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
                 salt=question.salt,
             )
     except InvalidInput as error:
-        # The template left room when the server started, so the query takes the room.
-        rename(error, "query" if error.field == "template" else error.field)
         if isinstance(error, InputTooLong):
             await asyncio.to_thread(_require_short_query, engine, question.query, error)
+        elif (error.field or "").startswith(question.field):
+            # Only documents are cut, so the query takes the room.
+            rename(error, "query")
         raise
     # In a thread, as in by_tokens: the model may be a decoder whose labels are scored.
     logits = await asyncio.to_thread(engine.pair_scores.logits, result.outputs, result.log_probabilities)

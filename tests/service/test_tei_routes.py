@@ -176,6 +176,8 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
         instructed = (await client.post("/rerank", json=body | {"instruction": "Find the sender."})).json()
         metrics = (await client.get("/metrics")).text
         too_long = await client.post("/rerank", json=body | {"query": query * 100})
+        pairs = [[query, documents[0]], [query * 100, documents[0]]]
+        of_pairs = await client.post("/predict", json={"inputs": pairs})
     for answer, how in (
         (found, {}),
         (raw, {"activation": "identity"}),
@@ -192,7 +194,8 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
     }
     assert counted["computed"] < 0.7 * counted["asked"]
     assert (too_long.status_code, too_long.json()["error_type"]) == (400, "Validation")
-    assert too_long.json()["error"].startswith("query: there is no room left")
+    assert too_long.json()["error"].startswith("query: the query leaves no room")
+    assert of_pairs.json()["error"].startswith("inputs[1]: the query leaves no room")
 
 
 async def test_better_document_comes_first_also_where_both_scores_are_1(tmp_path, monkeypatch):

@@ -85,8 +85,9 @@ def test_only_the_document_is_cut_in_a_template_of_pairs(llama):
     assert any(whole[:at] + whole[at + len(whole) - 60 :] == ids for at in range(61))
     with pytest.raises(InputTooLong, match="more than 60 tokens"):
         tokenizer.tokenize([("my", "card"), (query, document)], truncate=False)
-    with pytest.raises(InvalidInput, match="no room left"):
-        tokenizer.tokenize([("card " * 80, "money")], truncate=True)
+    with pytest.raises(InvalidInput, match=r"inputs\[1\]: the query leaves no room") as refused:
+        tokenizer.tokenize([("my", "card"), ("card " * 80, "money")], truncate=True)
+    assert refused.value.field == "inputs[1]"
 
 
 def test_templates_of_this_package_are_read_by_name(tmp_path, monkeypatch):
