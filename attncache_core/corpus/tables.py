@@ -21,6 +21,7 @@ import orjson
 from attncache_core.errors import InvalidInput
 
 FORMATS = ("txt", "tsv", "csv", "jsonl")
+_COMPRESSED = ("gz", "bz2", "xz", "zst", "zip")
 # Longer fields are rather a quote that is not closed, which would read the rest of the file into memory.
 _MAX_CSV_FIELD = 2**24
 _SHOWN_COLUMNS = 20
@@ -73,10 +74,13 @@ def format_of(path: str, file_format: str | None = None, known: Sequence[str] = 
     """
     file_format = file_format or ("txt" if path == "-" else Path(path).suffix.removeprefix(".").lower())
     if file_format not in known:
+        wrong = (
+            "is compressed; decompress it to a file whose name ends"
+            if file_format in _COMPRESSED
+            else "has a format that is not known; its name must end"
+        )
         raise InvalidInput(
-            f"{path} has a format that is not known; its name must end in one of "
-            f"{', '.join('.' + name for name in known)}",
-            field="corpus",
+            f"{path} {wrong} in one of {', '.join('.' + name for name in known)}", field="corpus"
         )
     return file_format
 
@@ -280,7 +284,12 @@ def _fields(
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"{path}, line {number} is not JSON", field="corpus") from error
+        wrong = (
+            "holds an escaped half of a surrogate pair, which is no character; remove it"
+            if "surrogate" in error.msg
+            else "is not JSON"
+        )
+        raise InvalidInput(f"{path}, line {number} {wrong}", field="corpus") from error
     values = row if isinstance(row, dict) else {}
     found = []
     for column in columns:

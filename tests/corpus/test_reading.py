@@ -147,9 +147,14 @@ def test_empty_file_holds_nothing_or_no_header(file, name):
         assert texts(path) == []
 
 
-@pytest.mark.parametrize("name", ["data", "data.parquet", "data.tsv.gz"])
-def test_unknown_ending_is_refused_with_the_known_endings(file, name):
-    assert ".txt, .tsv, .csv, .jsonl" in str(refusal(file(name, "text\nhello\n")))
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("data", "not known; its name must"), ("data.parquet", "not known"), ("data.tsv.gz", "decompress it")],
+)
+def test_unknown_ending_is_refused_with_the_known_endings(file, name, words):
+    error = str(refusal(file(name, "text\nhello\n")))
+    assert words in error
+    assert ".txt, .tsv, .csv, .jsonl" in error
 
 
 @pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
@@ -232,6 +237,13 @@ def test_line_number_of_a_csv_row_is_the_line_in_the_file(file):
 def test_bad_json_line_is_refused_with_its_number(file, line):
     error = refusal(file("a.jsonl", f'{{"text": "one"}}\n\n{line}\n{{"text": "two"}}\n'))
     assert "line 3 " in str(error)
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ud83d\u0041", r"\ud83d\n"])
+def test_half_of_a_surrogate_pair_is_said_to_be_one(file, half):
+    error = refusal(file("a.jsonl", f'{{"text": "one"}}\n{{"text": "{SECRET} {half}"}}\n'))
+    assert "line 2 holds an escaped half of a surrogate pair" in str(error)
+    assert texts(file("b.jsonl", r'{"text": "\ud83d\ude00"}')) == ["\N{GRINNING FACE}"]
 
 
 def test_rows_before_a_bad_row_are_yielded(file):

@@ -492,7 +492,7 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(arguments, output
         ("a.txt", b"zanzibar\n\xff\n", ["a.txt, line 2 is not UTF-8; save the file as UTF-8"]),
         ("a.txt", "", ["a.txt has no texts"]),
         ("a.xml", "", ["a.xml has a format that is not known"]),
-        ("a.tsv.gz", "", ["its name must end in one of .txt, .tsv, .csv, .jsonl, .parquet"]),
+        ("a.tsv.gz", "", ["a.tsv.gz is compressed; decompress it", ".txt, .tsv, .csv, .jsonl, .parquet"]),
         ("a.parquet", "zanzibar", ["a.parquet is not a Parquet file"]),
     ],
 )
