@@ -120,19 +120,21 @@ def build_database(
     if start_from:
         _require_continuable(start_from, engine, options)
     started = time.perf_counter()
-    existed = folder.exists()
+    if folder.exists():
+        if keep_existing:
+            return
+        raise BuildFailed(f"{folder} exists already; choose another folder or remove it", field="database")
     try:
+        # Before the lock, because a build that is refused leaves no file.
+        build = _Build(engine, list(corpus), folder, options, progress, start_from)
         with locked(folder, on_wait=lambda: progress("waiting for another build", 0, 1)):
             if folder.exists():
                 if keep_existing:
                     return
                 raise BuildFailed(
-                    f"{folder} exists already; choose another folder or remove it"
-                    if existed
-                    else f"another process has built {folder} meanwhile; use it, or choose another folder",
+                    f"another process has built {folder} meanwhile; use it, or choose another folder",
                     field="database",
                 )
-            build = _Build(engine, list(corpus), folder, options, progress, start_from)
             build.run(started)
     except OSError as error:
         kept = (
