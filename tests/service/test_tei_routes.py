@@ -126,15 +126,6 @@ async def test_reranker_names_its_own_routes_and_bodies(tmp_path):
     assert "to which documents are cut; leave it out" in cut.json()["error"]
 
 
-async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path):
-    folder = write_ms_marco_minilm(tmp_path / "model")
-    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    async with serving(engine, result_memory_bytes=10**6) as client:
-        pair = (await client.post("/predict", json={"inputs": ["my card", "was stolen"]})).json()
-        text = (await client.post("/predict", json={"inputs": "my card [SEP] was stolen"})).json()
-    assert abs(pair[0]["score"] - text[0]["score"]) > 1e-3
-
-
 async def test_rerank_orders_texts_and_documents_by_their_score():
     texts = ["b", "aab", "ab"]
     async with serving(model="fake") as client:
