@@ -191,7 +191,12 @@ def test_inspect_as_json_is_the_manifest(built):
     [
         ("key", 0, "manifest.json and {} are of two databases"),
         ("projector.safetensors", -1, "{} was changed since the database was built"),
+        ("projector.safetensors", 0, "{} was changed since the database was built"),
+        ("prototypes.safetensors", 0, "{} was changed since the database was built"),
+        ("prototypes.safetensors", -1, "{} was changed since the database was built"),
+        ("index/00005.faiss", 0, "{} was changed since the database was built"),
         ("index/00006.faiss", 9, "{} was changed since the database was built"),
+        ("index/00010.faiss", -1, "{} was changed since the database was built"),
         ("maps/00006.maps", 0, "{} is not a segment of length 6 of this database"),
         ("maps/00006.maps", 60, "{} belongs to another database"),
         ("maps/00006.maps", 4096, "the record table of {} was changed since it was written"),
