@@ -2,16 +2,21 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import run, succeeded
 from core_models import prefill, write_model
 
 from attncache_core import AttentionDatabase, CorruptDatabase, MachineBusy, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.default import default_database_folder
+from attncache_core.reuse.maps.policy import Budget
 from service.loading import engines as loading
 from service.loading.engines import load_engine, load_engines
+from service.loading.summary import expected_savings
 from service.settings import read_settings
 
 
@@ -171,3 +176,56 @@ def test_prospect_is_measured_later_and_later_while_the_machine_is_busy(
         "others compute: the server goes on without reuse, and measures again in 1 min",
     ]
     assert len(builds) == 1
+
+
+# What verification has found out is kept with the database, or nothing is reused.
+
+
+@pytest.fixture
+def read_only(tiny_database, tmp_path):
+    """A database with a budget in which every text hits, and in which no file can be written."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    manifest = AttentionDatabase.open(folder).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(folder)
+    # A folder at the path of the lock file, because permissions would not stop an administrator.
+    (folder / ".tightened.json.lock").mkdir()
+    return folder
+
+
+def outcome(engine):
+    return prefill(engine, engine.tokenize(["my card my card"])).outcomes[0]
+
+
+@pytest.mark.parametrize("values", [{"verify_rate": 0}, {"threshold": 0.1}], ids=["unverified", "own θ"])
+def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(tiny_checkpoint, read_only, values):
+    before = sorted(read_only.rglob("*"))
+    engine = engine_of(tiny_checkpoint, read_only, **values)
+    assert outcome(engine) is Outcome.HIT
+    assert engine.reuse_off == []
+    # The library reuses maps from a folder that it cannot write.
+    database = AttentionDatabase.open(read_only)
+    library = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert outcome(library) is Outcome.HIT
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_findings_are_kept_from_the_first_start_on_or_nothing_is_reused_and_inspect_shows_them(
+    tiny_checkpoint, read_only
+):
+    engine = engine_of(tiny_checkpoint, read_only)
+    assert outcome(engine) is Outcome.NOT_SEARCHED
+    (reason,) = engine.reuse_off
+    assert reason.startswith("tightened.json cannot be written (Is a directory)")
+    assert expected_savings(engine) == f"serving exactly: {reason}"
+    (read_only / ".tightened.json.lock").rmdir()
+    engine = engine_of(tiny_checkpoint, read_only)
+    assert (read_only / "tightened.json").is_file()
+    assert outcome(engine) is Outcome.HIT
+    assert "reuse off" not in succeeded(run("inspect", read_only))
+    engine.map_reuse.tighten(0)
+    engine.map_reuse.keep_verified({})
+    theta = next(iter(engine.map_reuse.policy.groups[0].kinds.values())).threshold
+    assert f"{theta:.4f}" in succeeded(run("inspect", read_only))
+    (read_only / "tightened.json").write_bytes(b"garbage")
+    shown = " ".join(succeeded(run("inspect", read_only)).split())
+    assert "reuse off tightened.json cannot be read" in shown

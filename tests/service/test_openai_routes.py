@@ -96,55 +96,53 @@ async def test_classes_are_shaped_as_by_vllm():
     np.testing.assert_allclose([entry["probs"] for entry in raw["data"]], logits, rtol=1e-6)
 
 
-BAD = [
-    (b"{", "malformed_body", None),
-    (b"[]", "invalid_input", None),
-    (b'{"input": 7}', "invalid_input", "input"),
-    (b'{"input": [null]}', "invalid_input", "input[0]"),
-    (b'{"input": ["a", 7]}', "invalid_input", "input[1]"),
-    (b'{"input": ""}', "invalid_input", "input[0]"),
-    (b'{"input": []}', "invalid_input", "input"),
-    (b'{"input": [[1], "a"]}', "invalid_input", "input[1]"),
-    (b'{"input": [[1], []]}', "invalid_input", "input[1]"),
-    (b'{"input": [[1, -1]]}', "invalid_input", "input[0]"),
-    (b'{"input": [1, 2.5]}', "invalid_input", "input[0]"),
-    (b'{"input": [1, true]}', "invalid_input", "input[0]"),
-    (b'{"input": [[1114112]]}', "invalid_input", "input[0]"),
-    (b'{"input": [[123456789012345678901234567890]]}', "invalid_input", "input[0]"),
-    (b'{"input": "a", "model": 7}', "invalid_input", "model"),
-    (b'{"input": "a", "dimensions": "7"}', "invalid_input", "dimensions"),
-    (b'{"input": "a", "dimensions": 7.5}', "invalid_input", "dimensions"),
-    (b'{"input": "a", "dimensions": 129}', "invalid_input", "dimensions"),
-    (b'{"input": "a", "dimensions": 0}', "invalid_input", "dimensions"),
-    (b'{"input": "a", "encoding_format": 7}', "invalid_input", "encoding_format"),
-    (b'{"input": "a", "encoding_format": "hex"}', "invalid_input", "encoding_format"),
-    (b'{"input": "a", "user": 7}', "invalid_input", "user"),
-    (b'{"input": "a", "Sesam": 7}', "invalid_input", None),
-    (b"{}", "invalid_input", "input"),
-]
+# path -> bodies, and the code and the field of the refusal
+BAD = {
+    "/v1/embeddings": [
+        (b"{", "malformed_body", None),
+        (b"[]", "invalid_input", None),
+        (b'{"input": 7}', "invalid_input", "input"),
+        (b'{"input": [null]}', "invalid_input", "input[0]"),
+        (b'{"input": ["a", 7]}', "invalid_input", "input[1]"),
+        (b'{"input": ""}', "invalid_input", "input[0]"),
+        (b'{"input": []}', "invalid_input", "input"),
+        (b'{"input": [[1], "a"]}', "invalid_input", "input[1]"),
+        (b'{"input": [[1], []]}', "invalid_input", "input[1]"),
+        (b'{"input": [[1, -1]]}', "invalid_input", "input[0]"),
+        (b'{"input": [1, 2.5]}', "invalid_input", "input[0]"),
+        (b'{"input": [1, true]}', "invalid_input", "input[0]"),
+        (b'{"input": [[1114112]]}', "invalid_input", "input[0]"),
+        (b'{"input": [[123456789012345678901234567890]]}', "invalid_input", "input[0]"),
+        (b'{"input": "a", "model": 7}', "invalid_input", "model"),
+        (b'{"input": "a", "dimensions": "7"}', "invalid_input", "dimensions"),
+        (b'{"input": "a", "dimensions": 7.5}', "invalid_input", "dimensions"),
+        (b'{"input": "a", "dimensions": 129}', "invalid_input", "dimensions"),
+        (b'{"input": "a", "dimensions": 0}', "invalid_input", "dimensions"),
+        (b'{"input": "a", "encoding_format": 7}', "invalid_input", "encoding_format"),
+        (b'{"input": "a", "encoding_format": "hex"}', "invalid_input", "encoding_format"),
+        (b'{"input": "a", "user": 7}', "invalid_input", "user"),
+        (b'{"input": "a", "Sesam": 7}', "invalid_input", None),
+        (b"{}", "invalid_input", "input"),
+    ],
+    "/v1/classify": [
+        (b'{"input": [1]}', "invalid_input", "input[0]"),
+        (b'{"input": []}', "invalid_input", "input"),
+        (b'{"input": "a", "use_activation": "no"}', "invalid_input", "use_activation"),
+        (b'{"input": "a", "model": "another"}', "model_not_found", "model"),
+    ],
+}
 
 
-async def test_bad_body_of_embeddings_is_refused_with_the_field():
-    async with serving() as client:
-        for content, code, param in BAD:
-            response = await client.post("/v1/embeddings", content=content)
-            assert (response.status_code, is_openai_error(response)) == (400, True), content
+@pytest.mark.parametrize("path", BAD)
+async def test_bad_body_is_refused_with_the_field(path):
+    async with serving(FakeEngine(labels=("a", "b"))) as client:
+        for content, code, param in BAD[path]:
+            response = await client.post(path, content=content)
+            status = 404 if code == "model_not_found" else 400
+            assert (response.status_code, is_openai_error(response)) == (status, True), content
             error = response.json()["error"]
             assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
             assert "Sesam" not in error["message"]
-
-
-async def test_bad_body_of_classify_is_refused_with_the_field():
-    async with serving(FakeEngine(labels=("a", "b"))) as client:
-        for body, param in (
-            ({"input": [1]}, "input[0]"),
-            ({"input": []}, "input"),
-            ({"input": "a", "use_activation": "no"}, "use_activation"),
-            ({"input": "a", "model": "another"}, "model"),
-        ):
-            response = await client.post("/v1/classify", json=body)
-            assert (response.is_client_error, is_openai_error(response)) == (True, True)
-            assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])

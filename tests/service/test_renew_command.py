@@ -36,24 +36,22 @@ def test_folder_without_a_sample_needs_a_corpus(tmp_path, tiny_engine, tiny_corp
     assert_one_line(result, "holds no sample of texts that were asked before now; start the server with")
 
 
-def test_database_without_a_budget_is_an_error_of_one_line(root, tiny_checkpoint, corpus):
-    result = run("renew", root, "--corpus", corpus, *model_arguments(tiny_checkpoint))
-    assert_one_line(result, "keeps no quality budget")
+def test_what_cannot_be_renewed_is_an_error_of_one_line_and_stays_as_it_is(
+    root, tmp_path, tiny_checkpoint, corpus
+):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def renew(folder):
+        return run("renew", folder, "--corpus", corpus, *model_arguments(tiny_checkpoint))
+
+    assert_one_line(renew(root), "keeps no quality budget")
     assert read_renewals(root) == ()
-
-
-def test_second_renewal_is_an_error_of_one_line(root, tiny_checkpoint, corpus):
     with renewing(root):
-        result = run("renew", root, "--corpus", corpus, *model_arguments(tiny_checkpoint))
-    assert_one_line(result, "process", "renews")
-
-
-def test_folder_without_a_database_is_an_error_of_one_line(tmp_path, tiny_checkpoint, corpus):
-    (tmp_path / "empty").mkdir()
-    result = run("renew", tmp_path / "empty", "--corpus", corpus, *model_arguments(tiny_checkpoint))
-    assert_one_line(result, "there is no database")
+        assert_one_line(renew(root), "process", "renews")
+    assert_one_line(renew(empty), "there is no database")
     assert_one_line(run("renew", tmp_path / "none", "--rollback"), "there is no database")
-    assert [*(tmp_path / "empty").iterdir()] == []
+    assert [*empty.iterdir()] == []
     assert not (tmp_path / "none").exists()
 
 
