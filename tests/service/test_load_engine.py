@@ -220,12 +220,15 @@ def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(tiny_checkpoint, re
 
 
 def test_findings_are_kept_from_the_first_start_on_or_nothing_is_reused_and_inspect_shows_them(
-    tiny_checkpoint, read_only
+    tiny_checkpoint, read_only, caplog
 ):
+    caplog.set_level(logging.INFO)
     engine = engine_of(tiny_checkpoint, read_only)
     assert outcome(engine) is Outcome.NOT_SEARCHED
     (reason,) = engine.reuse_off
     assert reason.startswith("tightened.json cannot be written (Is a directory)")
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert told == [(logging.WARNING, f"attention maps are not reused: {reason}")]
     assert expected_savings(engine) == f"serving exactly: {reason}"
     (read_only / ".tightened.json.lock").rmdir()
     engine = engine_of(tiny_checkpoint, read_only)
