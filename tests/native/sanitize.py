@@ -32,7 +32,7 @@ FLAGS = [
 TESTS = [
     "tests/native",
     "tests/reuse/test_failing_storage.py",
-    "tests/reuse/test_store_damage.py",
+    "tests/reuse/test_store.py",
     "tests/reuse/kv",
     "tests/models/test_compiled.py",
     "tests/models/test_families.py",

@@ -1,8 +1,10 @@
-"""Segments on disk: records are read back bit by bit, and the file has its documented form.
+"""Segments on disk: records come back bit by bit, the file has its documented form, and damage is noticed.
 
 These tests read the file with struct and NumPy, according to its documented form, and not with the store.
 """
 
+import os
+import shutil
 import struct
 import tempfile
 import zlib
@@ -13,14 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from core_models import SEAL
+from core_models import SEAL, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core.errors import CorruptDatabase
 from attncache_core.native.guard import guard
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.reuse.storage.segment_file import SegmentWriter
+from attncache_core.reuse.storage.segment_file import SegmentWriter, is_finished
 from attncache_core.reuse.storage.store import AttentionMapStore
 
 PAGE = 4096
@@ -54,10 +57,14 @@ def made_records(layout: RecordLayout, length: int, count: int, seed: int = 0) -
     ]
 
 
+def append(writer: SegmentWriter, records: list[Record]) -> None:
+    for record in records:
+        writer.append(record.maps, record.ids, record.kind)
+
+
 def write_segment(path: Path, length: int, layout: RecordLayout, records: list[Record]) -> Path:
     with SegmentWriter(path, length, len(records), layout, SEAL) as writer:
-        for record in records:
-            writer.append(record.maps, record.ids, record.kind)
+        append(writer, records)
     return path
 
 
@@ -71,7 +78,8 @@ def pages(size: int) -> int:
 
 LAYOUT = RecordLayout((2, 0, 3), torch.bfloat16)
 LENGTH, COUNT = 7, 4
-CONTENT_BYTES = 5 * LENGTH**2 * 2
+CONTENT_BYTES = 5 * LENGTH**2 * 2  # a record fits on one page
+FILE_BYTES = (2 + COUNT) * PAGE
 
 
 @pytest.fixture
@@ -231,3 +239,98 @@ def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
         SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT, SEAL) as writer,
     ):
         writer.append(maps, [1] * LENGTH, RecordKind.STORED)
+
+
+# A truncated, changed or unfinished segment is refused. A changed record makes only itself unusable.
+
+
+# A change of the high bytes of the number of records (bytes 16 to 23) would need terabytes of memory.
+def test_any_changed_byte_of_header_and_record_table_is_refused(segment_file):
+    for offset in (*range(HEADER.size), *range(PAGE, PAGE + COUNT * TABLE_ROW.size, 5)):
+        flip(segment_file, offset)
+        assert_refused(segment_file)
+        flip(segment_file, offset)
+    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT, SEAL)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(0, 10, HEADER.size - 1, HEADER.size, PAGE, PAGE + 30, 2 * PAGE),
+        *(FILE_BYTES - PAGE, FILE_BYTES - 1, FILE_BYTES + PAGE),
+    ],
+)
+def test_file_of_another_size_is_refused(segment_file, size):
+    assert segment_file.stat().st_size == FILE_BYTES
+    os.truncate(segment_file, size)
+    assert_refused(segment_file)
+
+
+def test_missing_file_is_refused(tmp_path):
+    assert_refused(tmp_path / "absent.maps")
+
+
+@pytest.mark.parametrize(
+    ("length", "layout"),
+    [
+        (LENGTH + 1, LAYOUT),
+        (LENGTH, RecordLayout((2, 0, 2), torch.bfloat16)),
+        (LENGTH, RecordLayout((2, 0, 3), torch.float16)),
+        (LENGTH, RecordLayout((2, 0, 3), torch.bfloat16, MapForm.PACKED)),
+    ],
+    ids=["another length", "fewer heads", "another dtype", "another form"],
+)
+def test_segment_of_another_kind_is_refused(segment_file, length, layout):
+    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
+        Segment(segment_file, length, layout, SEAL)
+    assert not is_finished(segment_file, length, COUNT, layout, SEAL)
+
+
+@pytest.mark.parametrize("damaged", range(COUNT))
+def test_changed_byte_in_a_record_makes_only_that_record_unsound(segment_file, damaged):
+    for byte in (0, CONTENT_BYTES // 2, CONTENT_BYTES - 1):
+        flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
+        segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
+        for _ in range(2):  # the second answer comes from memory
+            sound = segment.are_sound(np.arange(COUNT))
+            assert sound.tolist() == [record != damaged for record in range(COUNT)]
+        flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
+
+
+def test_segment_is_not_finished_if_writing_failed(tmp_path, records):
+    path = tmp_path / "a.maps"
+
+    def write() -> None:
+        with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
+            append(writer, records)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert_refused(path)
+
+
+def test_segment_is_finished_with_all_its_records_and_not_before_its_writer_exits(tmp_path, records):
+    path, seen = tmp_path / "a.maps", tmp_path / "as a kill would leave it.maps"
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
+        append(writer, records)
+        shutil.copyfile(path, seen)
+    assert_refused(seen)
+    assert is_finished(path, LENGTH, COUNT, LAYOUT, SEAL)
+    assert not is_finished(path, LENGTH, COUNT + 1, LAYOUT, SEAL)
+
+
+def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path, records):
+    path = tmp_path / "a.maps"
+    with (
+        pytest.raises(ValueError, match="1 of 4"),
+        SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer,
+    ):
+        append(writer, records[:1])
+    assert_refused(path)
+
+
+def assert_refused(path: Path) -> None:
+    with pytest.raises(CorruptDatabase, match=path.name):
+        Segment(path, LENGTH, LAYOUT, SEAL)
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT, SEAL)

@@ -420,10 +420,8 @@ def test_stopped_run_says_how_to_continue(
     assert output.read_bytes() == whole
 
 
-def test_rows_whose_state_was_not_written_do_not_count_as_saved(
-    tiny_checkpoint, tmp_path, source, whole, monkeypatch
-):
-    output, write, written = tmp_path / "out.npy", spool.write_whole, count()
+def test_rows_whose_state_was_not_written_do_not_count_as_saved(arguments, output, whole, monkeypatch):
+    write, written = spool.write_whole, count()
 
     def failing(*values):
         if next(written) == 3:  # the first one begins, before any row
@@ -431,22 +429,17 @@ def test_rows_whose_state_was_not_written_do_not_count_as_saved(
         write(*values)
 
     monkeypatch.setattr(spool, "write_whole", failing)
-    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "16 rows are saved")
-    succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
+    one_line(run(*arguments), "16 rows are saved")
+    succeeded(run(*arguments))
     assert output.read_bytes() == whole
 
 
-def test_output_is_complete_if_only_what_was_saved_cannot_be_removed(
-    tiny_checkpoint, tmp_path, source, whole, monkeypatch
-):
-    output = tmp_path / "out.npy"
-
+def test_output_is_complete_if_only_what_was_saved_cannot_be_removed(arguments, output, whole, monkeypatch):
     def refused(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "unlink", refused)
-    ended = run(*embed_arguments(tiny_checkpoint, source, output))
-    one_line(ended, "out.npy.partial", f"{output} is complete, so this file can be removed")
+    one_line(run(*arguments), "out.npy.partial", f"{output} is complete, so this file can be removed")
     assert output.read_bytes() == whole
 
 

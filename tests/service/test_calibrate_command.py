@@ -1,4 +1,4 @@
-"""`attncache calibrate`, from files to the new policy of a database."""
+"""`attncache calibrate`, from files to the new policy of a database, or to a server that blends."""
 
 import json
 import shutil
@@ -15,7 +15,6 @@ from attncache_core import (
     AttentionDatabase,
     DatabaseRefused,
     LinearClassifier,
-    Outcome,
     PrefillEngine,
     fit_classifier,
     normalize,
@@ -23,8 +22,12 @@ from attncache_core import (
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.blend.gate import read_gate
 from attncache_core.reuse.maps.policy import Budget
 from service.commands.database import _left_out
+from service.loading.checkpoints import checkpoint_of
+from service.loading.engines import load_engine
+from service.settings import read_settings
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -110,23 +113,6 @@ def test_harmed_hits_of_other_texts_are_shown_if_the_budget_limits_them(budget, 
     worst = {"kind": "numbers", "hits": 20, "mean": 0.99}
     figures = {"kinds": 5, "hits": 40, "harmed": 2, "harmed_at_most": 0.033, "worst": worst}
     assert said in _left_out(figures, budget)
-
-
-def test_calibrated_database_is_sound_and_serves(
-    tiny_checkpoint, tiny_engine, tiny_corpus, calibrated, unseen
-):
-    database, _ = calibrated
-    assert "all sound" in succeeded(run("verify", database))
-    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
-    sequences = engine.tokenize([*unseen, tiny_corpus[0].text])
-    result = prefill(engine, sequences)
-    full = prefill(tiny_engine, sequences, reuse=False)
-    hits = np.array([outcome.is_hit for outcome in result.outcomes])
-    assert hits.mean() > 0
-    assert (
-        engine.decisions.comparator(Measure.COSINE).fidelity(result.outputs, full.outputs)[hits].mean() >= 0.8
-    )
-    assert result.outcomes[-1] is Outcome.HIT
 
 
 def test_calibrating_again_forgets_what_a_server_had_tightened_and_changes_nothing_else(
@@ -308,3 +294,74 @@ def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, dat
     unseen = [words for words in first_words if store.record_of(engine.tokenize([words])[0]) is None]
     assert quality["measured"] == len(unseen)
     assert {group["lengths"] for group in quality["groups"]} == {"1-"}
+
+
+# Prompts of segments.
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    random, path = np.random.default_rng(0), tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    pool = [random_text(random, words) for words in range(5, 15)]
+    lines = [
+        {"segments": random.permutation(pool)[:3].tolist(), "query": random_text(random, 3)}
+        for _ in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def calibrate_prompts(folder, *arguments):
+    model = ("--model", folder, "--dtype", "float32", "--pooling", "lasttoken", "--threads", 2)
+    return run("calibrate", *model, *arguments)
+
+
+def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
+    output = tmp_path / "blend.json"
+    # A file that calibrate has written is replaced, also one of another version.
+    output.write_text('{"format": 0, "measured": []}')
+    budget = ("--min-cosine", 0.01, "--min-text-cosine", 0)
+    shown = succeeded(calibrate_prompts(folder, "--segments", prompts, "--output", output, *budget))
+    gate = read_gate(output)
+    assert gate.prompts == 20
+    assert [measured.ratio for measured in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
+    assert "under load" in shown
+    assert gate.shapes.chunks == (3, 3)
+    shape = "measured: 3 chunks, each of {} to {} tokens, on".format(*gate.shapes.chunk_tokens)
+    assert shape in " ".join(shown.split())
+    assert str(output) in shown
+    how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}
+    settings = read_settings({**how, "blend": str(output)})
+    engine = load_engine(settings, checkpoint_of(settings))
+    assert engine.info().blending["ratio"] == gate.ratio
+    other = read_settings({**how, "blend": str(output), "segment_separator": " "})
+    with pytest.raises(Exception, match="measured with the separator"):
+        load_engine(other, checkpoint_of(other))
+
+
+def test_options_that_do_not_fit_are_refused_in_one_line(folder, prompts, tmp_path):
+    assert_one_line(calibrate_prompts(folder, "--segments", prompts), "--output")
+    assert_one_line(calibrate_prompts(folder), "--segments", "--texts")
+    both = calibrate_prompts(folder, "--segments", prompts, "--output", tmp_path / "a", "--texts", "b")
+    assert_one_line(both, "not both")
+    absent = calibrate_prompts(folder, "--segments", prompts, "--output", tmp_path / "absent" / "a")
+    assert_one_line(absent, "does not exist")
+
+
+def test_nothing_that_calibrate_has_not_written_is_overwritten(folder, prompts, tmp_path):
+    for written, output in (("in.jsonl", "in.jsonl"), ("in.json.measured", "in.json")):
+        mine = tmp_path / written
+        mine.write_bytes(prompts.read_bytes())
+        assert_one_line(
+            calibrate_prompts(folder, "--segments", mine, "--output", tmp_path / output),
+            "overwrite",
+            str(mine),
+        )
+        assert mine.read_bytes() == prompts.read_bytes()
+        mine.unlink()
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"buy": "milk"}')
+    assert_one_line(
+        calibrate_prompts(folder, "--segments", prompts, "--output", notes), "overwrite", "notes.json"
+    )
+    assert notes.read_text() == '{"buy": "milk"}'

@@ -10,9 +10,7 @@ from core_decoders import write_llama
 from core_models import (
     VOCABULARY,
     damage_weights,
-    prefill,
     random_text,
-    write_model,
     write_sentence_transformer,
 )
 from fake_engine import NOT_FINITE, FakeEngine
@@ -23,7 +21,6 @@ from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_al
 from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, build_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from attncache_core.heads.decisions import class_scores
 from service.observability.metrics import Metrics
 
 WORD = "?"
@@ -93,20 +90,6 @@ async def test_damaged_label_is_named_and_no_label_is_cached(folder):
         damaged = await client.post("/classify", json={"inputs": ["a", "?"], "labels": ["card", "bank"]})
     assert sum(row["score"] for row in sound.json()[0]) == pytest.approx(1)
     assert_refused(damaged, "inputs[1]")
-
-
-@pytest.mark.parametrize("problem", ["multi_label_classification", "single_label_classification"])
-async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path, problem):
-    write_model(tmp_path, ["transfer", "card", "help"], problem_type=problem)
-    damage_weights(tmp_path, VOCABULARY.index(WORD))
-    engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
-    async with serving(engine) as client:
-        sound, damaged, *_ = await ask_together(client, "/classify", [SOUND[0], DAMAGED[0], SOUND[1]])
-    assert_refused(damaged, "inputs[1]")
-    logits = prefill(engine, engine.tokenize(SOUND[0]), reuse=False).outputs
-    expected = np.sort(class_scores(logits, multi_label=engine.decisions.multi_label), axis=1)[:, ::-1]
-    found = [[row["score"] for row in scores] for scores in sound.json()]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 # A decoder that scores labels by their tokens.

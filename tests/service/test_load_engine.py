@@ -1,17 +1,32 @@
-"""Load the engine that a server's settings describe, with a real database."""
+"""Load the engine that a server's settings describe, with a real database, and sum up what it does."""
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import model_arguments, run, succeeded
 from core_models import prefill, write_model
 
-from attncache_core import AttentionDatabase, CorruptDatabase, MachineBusy, Outcome, PrefillEngine
+from attncache_core import (
+    AttentionDatabase,
+    CorruptDatabase,
+    KeyValueOptions,
+    MachineBusy,
+    Outcome,
+    PrefillEngine,
+    native,
+    require_gain,
+)
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.default import default_database_folder
+from attncache_core.reuse.maps.gain import Gain, MeasuredGain
+from attncache_core.reuse.maps.policy import Budget
 from service.loading import engines as loading
 from service.loading.engines import load_engine, load_engines
+from service.loading.summary import expected_savings, slowness, summary
 from service.settings import read_settings
 
 
@@ -171,3 +186,163 @@ def test_prospect_is_measured_later_and_later_while_the_machine_is_busy(
         "others compute: the server goes on without reuse, and measures again in 1 min",
     ]
     assert len(builds) == 1
+
+
+# What verification has found out is kept with the database, or nothing is reused.
+
+
+@pytest.fixture
+def read_only(tiny_database, tmp_path):
+    """A database with a budget in which every text hits, and in which no file can be written."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    manifest = AttentionDatabase.open(folder).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(folder)
+    # A folder at the path of the lock file, because permissions would not stop an administrator.
+    (folder / ".tightened.json.lock").mkdir()
+    return folder
+
+
+def outcome(engine):
+    return prefill(engine, engine.tokenize(["my card my card"])).outcomes[0]
+
+
+@pytest.mark.parametrize("values", [{"verify_rate": 0}, {"threshold": 0.1}], ids=["unverified", "own θ"])
+def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(tiny_checkpoint, read_only, values):
+    before = sorted(read_only.rglob("*"))
+    engine = engine_of(tiny_checkpoint, read_only, **values)
+    assert outcome(engine) is Outcome.HIT
+    assert engine.reuse_off == []
+    # The library reuses maps from a folder that it cannot write.
+    database = AttentionDatabase.open(read_only)
+    library = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert outcome(library) is Outcome.HIT
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_findings_are_kept_from_the_first_start_on_or_nothing_is_reused_and_inspect_shows_them(
+    tiny_checkpoint, read_only, caplog
+):
+    caplog.set_level(logging.INFO)
+    engine = engine_of(tiny_checkpoint, read_only)
+    assert outcome(engine) is Outcome.NOT_SEARCHED
+    (reason,) = engine.reuse_off
+    assert reason.startswith("tightened.json cannot be written (Is a directory)")
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert told == [(logging.WARNING, f"attention maps are not reused: {reason}")]
+    assert expected_savings(engine) == f"serving exactly: {reason}"
+    (read_only / ".tightened.json.lock").rmdir()
+    engine = engine_of(tiny_checkpoint, read_only)
+    assert (read_only / "tightened.json").is_file()
+    assert outcome(engine) is Outcome.HIT
+    assert "reuse off" not in succeeded(run("inspect", read_only))
+    engine.map_reuse.tighten(0)
+    engine.map_reuse.keep_verified({})
+    theta = next(iter(engine.map_reuse.policy.groups[0].kinds.values())).threshold
+    assert f"{theta:.4f}" in succeeded(run("inspect", read_only))
+    (read_only / "tightened.json").write_bytes(b"garbage")
+    shown = " ".join(succeeded(run("inspect", read_only)).split())
+    assert "reuse off tightened.json cannot be read" in shown
+
+
+# The summary that a server logs once it is loaded.
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def reusing(tiny_checkpoint, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+def lines_of(engine, **settings):
+    """Return the lines of the summary by their first word."""
+    lines = summary(engine, read_settings(settings), ["http://127.0.0.1:1", "unix:/run/a"])
+    return {word: rest.strip() for word, _, rest in (line.partition(" ") for line in lines)}
+
+
+def test_summary_names_model_processor_limits_and_address(tiny_engine):
+    lines = lines_of(tiny_engine, max_batch_tokens=2048, max_body_bytes=2**19)
+    assert lines["model"].startswith(f"tiny-bert (fingerprint {tiny_engine.fingerprint[:12]}): task embed")
+    assert f"up to {tiny_engine.tokenizer.max_tokens} tokens" in lines["model"]
+    assert lines["computes"].startswith(f"in float32 on cpu, {tiny_engine.threads} threads, by ")
+    assert lines["database"] == "none"
+    assert lines["reuse"] == "serving exactly: there is no database"
+    assert "batch 2,048 tokens, 128 texts" in lines["limits"]
+    assert "0.5 MiB" in lines["limits"]
+    assert lines["serves"] == "http://127.0.0.1:1, unix:/run/a"
+
+
+def test_summary_names_the_database_and_what_reuse_does(reusing, tiny_database):
+    lines = lines_of(reusing)
+    assert lines["database"] == f"{tiny_database} (240 records and 0 prototypes)"
+    assert lines["reuse"].startswith("reusing attention maps whether it saves time here or not")
+
+
+FASTER = Gain(one_text=-0.27, one_text_bound=-0.3, full_batch=0.08, full_batch_bound=0.061)
+
+
+@pytest.mark.parametrize(
+    ("paying", "least_tokens", "begins"),
+    [
+        ((), 0, "serving exactly: reuse of attention maps would make full batches 8% faster"),
+        (
+            (0,),
+            896,
+            "reusing attention maps in batches of at least 896 tokens: it makes full batches 8% faster",
+        ),
+        ((0,), 0, "reusing attention maps: it makes full batches 8% faster"),
+    ],
+    ids=["none", "large", "all"],
+)
+def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_limit(
+    reusing, paying, least_tokens, begins
+):
+    gain = MeasuredGain({}, 0.05, {0: FASTER}, paying, FASTER, 0.05, least_tokens)
+    reusing.map_reuse.reuse_in(paying, gain)
+    line = lines_of(reusing)["reuse"]
+    assert line.startswith(begins)
+    assert "full batches 8% faster and single texts 27% slower here" in line
+    assert "full batches at least +6.1% with 95 % confidence; needed is +5.0%, by --min-gain 0.05" in line
+    assert ("no length group reaches --min-gain alone" in line) == (not paying)
+
+
+def test_summary_says_that_no_gain_is_known_yet(reusing):
+    require_gain(reusing, 0.05, measure=False)
+    assert lines_of(reusing)["reuse"] == (
+        "serving exactly until it is measured whether reuse of attention maps saves time here"
+    )
+
+
+def test_warning_that_nothing_compiled_computes_says_why_what_it_costs_and_what_to_read(
+    tiny_engine, monkeypatch
+):
+    monkeypatch.setattr(native, "compiled_off", lambda: None)
+    assert slowness(tiny_engine.info()) is None
+    monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
+    warning = slowness(tiny_engine.info())
+    assert "times the processor time" in warning
+    assert warning.endswith("the reason; the remedy")
+    page, _, anchor = warning.partition("(")[2].partition(")")[0].partition("#")
+    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(
+    tiny_checkpoint, monkeypatch, caplog
+):
+    monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
+    succeeded(run("serve", "--port", "0", "--no-maps", *model_arguments(tiny_checkpoint)))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the plain executor serves" in warning
+    assert warning.endswith("the reason; the remedy")
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_summary_says_how_many_keys_and_values_are_stored(folder, tmp_path, on_disk):
+    options = KeyValueOptions(2**22, folder=tmp_path if on_disk else None)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=options)
+    lines = lines_of(engine)
+    assert lines["reuse"].startswith("storing keys and values in up to 4 MiB of memory")
+    assert ("on disk" in lines["reuse"]) is on_disk
+    engine.close()

@@ -1,5 +1,6 @@
-"""Request ids, log lines as text and as JSON, and the access log."""
+"""Request ids, log lines as text and as JSON, the access log, and no text of a user in any of them."""
 
+import asyncio
 import io
 import logging
 import os
@@ -11,7 +12,7 @@ from datetime import datetime
 
 import orjson
 import pytest
-from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving
+from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
 from running import ANSWERED, ONE, bearer, keys_file
 
 from service.observability.finished import FinishedRequests
@@ -45,40 +46,28 @@ def lines(stream):
 
 
 @pytest.mark.parametrize("given", ["a", "x" * 128, 'job/7:"äß"'.encode("ascii", "ignore").decode(), "0-1_~!"])
-async def test_request_id_of_the_client_comes_back(given):
-    async with serving() as client:
-        for method, path in (("POST", "/embed"), ("GET", "/health"), ("GET", "/nowhere")):
-            assert (await client.request(method, path, headers={ID: given})).headers[ID] == given
+async def test_request_id_of_the_client_comes_back_once_whatever_the_answer(given):
+    asked = {
+        200: ("GET", "/health"),
+        400: ("POST", "/embed"),
+        404: ("GET", "/nowhere"),
+        405: ("GET", "/embed"),
+    }
+    async with serving(BrokenEngine("run")) as client:
+        for status, (method, path) in asked.items():
+            answer = await client.request(method, path, headers={ID: given})
+            assert (answer.status_code, answer.headers.get_list(ID)) == (status, [given])
+        failed = await client.post("/embed", json={"inputs": "a"}, headers={ID: given})
+        assert (failed.status_code, failed.headers.get_list(ID)) == (500, [given])
 
 
 @pytest.mark.parametrize("given", [b"", b"two words", b"x" * 129, "ö".encode(), b"\x7f", b"tab\tbed"])
 async def test_other_ids_are_replaced(given):
     async with serving() as client:
         answered = [await client.get("/health", headers=[(ID.encode(), given)]) for _ in range(2)]
-    ids = {response.headers[ID] for response in answered}
+    ids = {id for response in answered for id in response.headers.get_list(ID)}
     assert len(ids) == 2
     assert all(re.fullmatch("[0-9a-f]{16,64}", ids) for ids in ids)
-
-
-async def test_every_response_has_one_request_id(tmp_path):
-    def statuses(responses):
-        assert all(len(response.headers.get_list(ID)) == 1 for response in responses)
-        return [response.status_code for response in responses]
-
-    async with serving(BrokenEngine("run")) as client:
-        found = statuses(
-            [
-                await client.post("/embed", json={"inputs": "a"}),
-                await client.post("/embed", content=b"{"),
-                await client.get("/embed"),
-                await client.get("/nowhere"),
-                await client.get("/metrics"),
-            ]
-        )
-    assert found == [500, 400, 405, 404, 200]
-    async with serving(api_keys=keys_file(tmp_path)) as client:
-        closed = [await client.post("/embed"), await client.get("/nowhere")]
-        assert statuses(closed) == [401, 401]
 
 
 async def test_lines_about_a_request_have_its_id():
@@ -240,3 +229,83 @@ def test_consumer_that_fails_is_logged_and_the_others_are_told(caplog):
     assert told == [ANSWERED]
     assert "builtins.OSError" in caplog.text
     assert SECRET not in caplog.text
+
+
+# No text of a user reaches a log line or a metric, even when the text causes a failure.
+
+
+def watch_the_server_s_log(caplog):
+    """Capture all levels of the server's log, but not the log of the test client, which contains texts."""
+    # The order matters, because each call also sets the least level that is captured at all.
+    caplog.set_level("ERROR", logger="httpx")
+    caplog.set_level("DEBUG")
+
+
+@pytest.mark.parametrize("breaks", ["tokenize", "run", "class_logits"])
+async def test_exception_is_logged_with_its_stack_and_without_its_message(breaks, caplog):
+    caplog.set_level("DEBUG")
+    async with serving(BrokenEngine(breaks)) as client:
+        response = await client.post("/classify", json={"inputs": f"{SECRET}, open"})
+        metrics = (await client.get("/metrics")).text
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert caplog.text.index("builtins.KeyError") < caplog.text.index("builtins.RuntimeError")
+    assert "in _break" in caplog.text
+    for visible in (response.text, caplog.text, metrics):
+        assert SECRET not in visible
+
+
+async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog):
+    watch_the_server_s_log(caplog)
+    async with serving() as client:
+        await client.post("/classify", json={"inputs": SECRET, "labels": [SECRET, "other"]})
+        await client.post(f"/embed?text={SECRET}", json={"inputs": [SECRET, FAILING]})
+        await client.post("/embed", json={"inputs": "a", SECRET: SECRET})
+        await client.get(f"/{SECRET}")
+        metrics = (await client.get("/metrics")).text
+    assert SECRET not in caplog.text
+    assert SECRET not in metrics
+
+
+class EmbarrassedEngine(FakeEngine):
+    """The secret text hits with damage. The first verifications fail and quote the text."""
+
+    def __init__(self, failures):
+        super().__init__(stored={SECRET}, damage=0.5)
+        self.failures = failures
+
+    def run(self, requests):
+        if not any(request.reuse for request in requests) and self.failures:
+            self.failures -= 1
+            raise RuntimeError(f"cannot compute {texts_of(requests)}")
+        return super().run(requests)
+
+
+async def test_verification_logs_no_text_and_keeps_no_text(caplog):
+    watch_the_server_s_log(caplog)
+    async with serving(EmbarrassedEngine(failures=2), verify_rate=1) as client:
+        metrics = ""
+        while "attncache_verify_budget_failures_total 1.0" not in metrics:
+            await client.post("/embed", json={"inputs": [SECRET] * 20})
+            metrics = (await client.get("/metrics")).text
+        verifier = client._transport.app.state.service.serving().batcher.verifier
+        while verifier._pending:
+            await asyncio.sleep(0.001)
+    # The failures and the tightening were logged without a text.
+    assert caplog.text.count("verifying hits failed") == 2
+    assert "is below the budget" in caplog.text
+    assert SECRET not in caplog.text
+    assert SECRET not in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/embed", {}), ("/classify", {"labels": ["a", "b"]})], ids=["embed", "classify"]
+)
+async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(path, body):
+    hits = {"x-attncache-hits": "1/2", "x-attncache-prototype-hits": "0/2"}
+    names = {}
+    for sent in (True, False):
+        async with serving(FakeEngine(stored={SECRET}), reuse_headers=sent) as client:
+            answer = await client.post(path, json={"inputs": [SECRET, "new"], **body})
+        assert answer.status_code == 200
+        names[sent] = {name: value for name, value in answer.headers.items() if "hits" in name}
+    assert names == {True: hits, False: {}}

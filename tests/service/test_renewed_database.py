@@ -14,6 +14,7 @@ import time
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -395,42 +396,16 @@ async def test_watching_ends_with_the_app(tiny_checkpoint, root):
     assert not watching.is_alive()
 
 
-def test_gain_of_the_next_generation_is_measured_before_it_serves(
-    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch
-):
-    loaded = following(tiny_checkpoint, root)
-    first = next(loaded)
-    attempts = []
-    monkeypatch.setattr(renewals, "_RETRY_SECONDS", 0.01)
-
-    def require_gain(engine, _, idle_mark):
-        attempts.append((engine.map_reuse.database.generation.number, idle_mark()))
-        if len(attempts) == 1:
-            raise MachineBusy("other programs compute")
-        engine.map_reuse.awaits_gain = False
-
-    def prepare(engine, _):
-        engine.map_reuse.awaits_gain = True
-
-    monkeypatch.setattr(renewals, "require_gain", require_gain)
-    monkeypatch.setattr(renewals, "prepare_reuse", prepare)
-    assert isinstance(next(loaded), Pause)
-    publish(root, tiny_prototypes_database)
-    second = next(engine for engine in loaded if isinstance(engine, PrefillEngine))
-    assert second.map_reuse.database.generation.number == 1
-    assert attempts == [(1, first.runs.idle_mark())] * 2
-
-
 @pytest.fixture
 def gain_of(monkeypatch):
     """A dictionary: generation -> what measures its gain."""
     measures = {}
 
-    def require_gain(engine, *_, measure=True, **__):
+    def require_gain(engine, *_, measure=True, **how):
         number = engine.map_reuse.database.generation.number
         engine.map_reuse.awaits_gain = number in measures
         if measure:
-            measures[number]()
+            measures[number](how["idle_mark"])
             engine.map_reuse.awaits_gain = False
 
     monkeypatch.setattr(engines, "require_gain", require_gain)
@@ -438,7 +413,7 @@ def gain_of(monkeypatch):
     return measures
 
 
-def busy():
+def busy(*_):
     raise MachineBusy("others compute")
 
 
@@ -450,7 +425,8 @@ def test_gain_is_measured_ever_more_rarely_while_the_machine_is_busy_and_looks_g
     monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 20.0)
     monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=clock))
 
-    def measure():
+    def measure(idle_mark):
+        assert idle_mark() == first.runs.idle_mark()
         measured_at.append(clock())
         if len(measured_at) < 9:
             busy()
@@ -475,6 +451,11 @@ def test_gain_is_measured_ever_more_rarely_while_the_machine_is_busy_and_looks_g
     assert lines[1] == (
         f"others compute: maps of generation {number} are not reused, and the gain is measured again in 1 min"
     )
+    # The next generation serves once its gain is known, which may be found with the last look.
+    followed = chain(lines[-1:], loaded) if number else [first]
+    engine = next(found for found in followed if isinstance(found, PrefillEngine))
+    assert engine.map_reuse.database.generation.number == number
+    assert not any(isinstance(found, PrefillEngine) for found in lines[:-1])
 
 
 def test_generation_is_followed_before_the_gain_of_the_first_one_is_known(
@@ -490,7 +471,7 @@ def test_generation_is_followed_before_the_gain_of_the_first_one_is_known(
 
 def test_looks_go_on_while_a_measurement_waits_for_requests(tiny_checkpoint, root, gain_of):
     may_measure, adopted = threading.Event(), []
-    gain_of[0] = may_measure.wait
+    gain_of[0] = lambda _: may_measure.wait()
     loaded = following(tiny_checkpoint, root)
     reuse = next(loaded).map_reuse
     reuse.adopt_findings = lambda: adopted.append(True)
@@ -504,7 +485,7 @@ def test_looks_go_on_while_a_measurement_waits_for_requests(tiny_checkpoint, roo
 def test_measurement_that_waits_for_requests_ends_when_another_generation_is_current(
     tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, gain_of
 ):
-    gain_of[0] = lambda: None
+    gain_of[0] = lambda _: None
     loaded = following(tiny_checkpoint, root)
     next(loaded)
     ended = threading.Event()
@@ -532,7 +513,7 @@ def test_gain_is_measured_while_a_generation_that_cannot_be_used_is_current(
         raise DatabaseRefused("of another model", field="database")
 
     monkeypatch.setattr(renewals, "_of_current_generation", refuse)
-    gain_of[0] = lambda: None
+    gain_of[0] = lambda _: None
     loaded = following(tiny_checkpoint, root)
     reuse = next(loaded).map_reuse
     publish(root, tiny_prototypes_database)
@@ -544,7 +525,7 @@ def test_gain_is_measured_while_a_generation_that_cannot_be_used_is_current(
 def test_error_of_the_first_measurement_turns_reuse_off_and_following_goes_on(
     tiny_checkpoint, tiny_prototypes_database, root, gain_of, caplog
 ):
-    gain_of[0] = lambda: 1 / 0
+    gain_of[0] = lambda _: 1 / 0
     loaded = following(tiny_checkpoint, root)
     first = next(loaded)
     for _ in range(5):

@@ -3,8 +3,6 @@
 import pytest
 from fake_engine import FAILING, FakeEngine, serving
 
-from attncache_core import PrefillEngine
-
 OWN = FakeEngine.fingerprint
 OTHER = OWN[::-1]
 ROUTES = [("/embed", {"inputs": "a"}), ("/classify", {"inputs": "a", "labels": ["a", "b"]})]
@@ -65,16 +63,3 @@ async def test_required_model_is_checked_before_the_body_and_before_the_task():
             "/embed", content=b"{", headers={"X-AttnCache-Require-Model": OTHER, "Content-Length": "9" * 12}
         )
     assert refused.status_code == 409
-
-
-async def test_models_with_different_pooling_have_different_fingerprints(tiny_checkpoint):
-    """A required model also excludes other pooling, because such embeddings cannot be compared."""
-    first, other = (
-        PrefillEngine.load(tiny_checkpoint.adapted(pooling=pooling), dtype="float32")
-        for pooling in ("mean", "cls")
-    )
-    async with serving(first) as client:
-        pinned = (await client.post("/embed", json={"inputs": "my card"})).headers["X-AttnCache-Model"]
-        assert (await ask(client, "/embed", {"inputs": "my card"}, pinned)).status_code == 200
-    async with serving(other) as client:
-        assert (await ask(client, "/embed", {"inputs": "my card"}, pinned)).status_code == 409

@@ -174,16 +174,6 @@ async def test_salts_share_nothing_and_reuse_off_neither_asks_nor_keeps():
         assert (await submit(batcher, "new")).repeated == 0
 
 
-async def test_approximate_results_are_not_kept():
-    engine = FakeEngine(stored={"hits"}, damage=0.1)
-    async with batching(engine) as batcher:
-        for _ in range(3):
-            result = await submit(batcher, "hits", "full")
-            assert (result.hits, result.outcomes[1]) == (1, Outcome.MISS)
-    assert [batch.count("hits") for batch in engine.batches] == [1, 1, 1]
-    assert sum(batch.count("full") for batch in engine.batches) == 1
-
-
 async def test_sequences_of_labels_are_kept_by_their_plans():
     engine = LabelledEngine()
     async with batching(engine) as batcher:

@@ -292,19 +292,39 @@ def test_renewal_is_due_after_so_many_hours(tmp_path, regular, started, sampling
     assert len(started) == due
 
 
-def test_one_renewal_runs_at_a_time_and_its_end_is_logged(tmp_path, regular, started, caplog):
+@pytest.mark.parametrize(
+    ("result", "said", "seconds", "begun"),
+    [
+        (Result.REFUSED, "generation 1 is removed, and generation 0 serves on: why", 0, 1),
+        (None, "could not be renewed: the newest tenth of the 9 texts has too few", 3601, 2),
+        (Result.NO_GAIN, "until the server is started again", 10**10, 1),
+    ],
+    ids=["refused", "failed", "reuse cannot pay"],
+)
+def test_one_renewal_runs_at_a_time_and_its_end_says_when_the_next_one_begins(
+    tmp_path, regular, started, caplog, monkeypatch, result, said, seconds, begun
+):
     caplog.set_level(logging.INFO)
     begin_sample(tmp_path, 99)
     for _ in range(3):
         regular.look()
     assert len(started) == 1
-    renewal = decided(Result.REFUSED, 0)
-    write_decision(tmp_path, renewal)
-    started[0].ends(0, RENEWAL.dump_json(renewal).decode() + "\n")
+    if result is None:
+        started[0].ends(2, "the newest tenth of the 9 texts has too few\n")
+    else:
+        started[0].ends(0, RENEWAL.dump_json(decided(result, 0)).decode() + "\n")
+    if result is Result.REFUSED:
+        write_decision(tmp_path, decided(result, 0))
     for _ in range(3):
         regular.look()
-    assert "generation 1 is removed, and generation 0 serves on: why" in caplog.text
+    assert said in caplog.text
     assert len(started) == 1
+    later = time.time() + seconds
+    monkeypatch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: later))
+    regular.look()
+    assert len(started) == begun
+    regular.close()
+    assert started[-1].killed == (begun == 2)
 
 
 def test_clock_that_was_ahead_delays_no_renewal(tmp_path, regular, started, monkeypatch):
@@ -332,34 +352,6 @@ def test_process_that_cannot_be_started_is_tried_again_later(tmp_path, regular, 
     regular.look()
     regular.look()
     assert caplog.text.count("the database cannot be renewed from its sample") == 1
-
-
-def test_failed_renewal_is_tried_again_after_an_hour(tmp_path, regular, started, caplog, monkeypatch):
-    begin_sample(tmp_path, 99)
-    regular.look()
-    started[0].ends(2, "the newest tenth of the 9 texts has too few\n")
-    regular.look()
-    regular.look()
-    assert "could not be renewed: the newest tenth of the 9 texts has too few" in caplog.text
-    assert len(started) == 1
-    later = time.time() + 3601
-    monkeypatch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: later))
-    regular.look()
-    assert len(started) == 2
-    regular.close()
-    assert started[1].killed
-
-
-def test_where_reuse_cannot_pay_nothing_is_tried_again(tmp_path, regular, started, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    begin_sample(tmp_path, 99)
-    regular.look()
-    started[0].ends(0, RENEWAL.dump_json(decided(Result.NO_GAIN, 0)).decode())
-    regular.look()
-    monkeypatch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: 10**10))
-    regular.look()
-    assert len(started) == 1
-    assert "until the server is started again" in caplog.text
 
 
 def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):

@@ -196,19 +196,16 @@ def test_damaged_part_leaves_the_other_parts_readable_but_the_block_is_gone(tier
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, 8, IDENTITY_BYTES, *(HEAD_BYTES + more for more in (-1, 0, 48, 96, 115, 117))]
+    "size", ["a fifo", 0, 1, 8, IDENTITY_BYTES, *(HEAD_BYTES + more for more in (-1, 0, 48, 96, 115, 117))]
 )
-def test_file_of_another_size_is_absent_and_removed(tier, folder, size):
+def test_file_of_another_size_or_a_fifo_is_absent_and_removed_and_not_waited_for(tier, folder, size):
     tier.write(block(3), content(3))
-    os.truncate(path_of(folder, block(3)), size)
-    assert tier.open(block(3)) is None
-    assert (tier.counts.damaged, files(folder)) == (1, [])
-
-
-def test_fifo_in_place_of_a_block_is_removed_and_not_waited_for(tier, folder):
-    tier.write(block(3), content(3))
-    path_of(folder, block(3)).unlink()
-    os.mkfifo(path_of(folder, block(3)))
+    path = path_of(folder, block(3))
+    if size == "a fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        os.truncate(path, size)
     assert tier.open(block(3)) is None
     assert (tier.counts.damaged, files(folder)) == (1, [])
 
@@ -404,13 +401,17 @@ def test_full_tier_evicts_the_block_that_was_not_used_for_the_longest_time(folde
     assert tier.counts.evictions == 1
 
 
-def test_blocks_of_a_clock_that_was_ahead_are_evicted_before_all_others(folder):
-    tier = DiskTier(folder, SIZES, limit(4))
-    for number, age in enumerate((30, -86_400, -30, -90_000)):
+@pytest.mark.parametrize(("fit", "kept"), [(3, [0, 2, 4]), (2, [0, 2])])
+def test_start_with_a_lower_limit_evicts_blocks_of_a_clock_that_was_ahead_and_then_the_oldest(
+    folder, fit, kept
+):
+    tier = DiskTier(folder, SIZES, limit(5))
+    for number, age in enumerate((30, -86_400, -30, -90_000, 60)):
         tier.write(block(number), content(number))
         set_age(folder, number, age)
-    tier = DiskTier(folder, SIZES, limit(2))
-    assert [number for number in range(4) if tier.contains(block(number).key)] == [0, 2]
+    tier = DiskTier(folder, SIZES, limit(fit))
+    assert [number for number in range(5) if tier.contains(block(number).key)] == kept
+    assert_accounted(tier, folder)
 
 
 def test_use_after_the_last_scan_protects_a_block(folder):
@@ -466,15 +467,6 @@ def test_block_larger_than_the_limit_is_refused_and_evicts_nothing(folder):
 def test_limit_is_used_up_to_the_last_byte(folder, most, fit):
     write_blocks(folder, range(5), most)
     assert len(files(folder)) == fit
-
-
-def test_start_with_a_lower_limit_evicts_at_once(folder):
-    write_blocks(folder, range(5), limit(5))
-    for number in range(5):
-        set_age(folder, number, 30 - number)
-    tier = DiskTier(folder, SIZES, limit(3))
-    assert [number for number in range(5) if tier.contains(block(number).key)] == [2, 3, 4]
-    assert_accounted(tier, folder)
 
 
 def test_full_tier_evicts_a_twentieth_at_once(folder):
