@@ -47,7 +47,8 @@ typedef struct {
     const char *weights;      // packed, padded with zeros to whole panels and whole steps
     const float *bias;        // [panels * PANEL], or null
     const float *scales;      // [panels * PANEL], of LEVELS
-    const int32_t *sums;      // [panels * PANEL], the sum of the levels of each output, of LEVELS
+    const int32_t *sums;      // [panels * PANEL], minus the sum of the levels of each output, of LEVELS: s in the low
+                              // half and t in the high half of a word, for s + 128 t
     const float *smoothing;   // [inputs], factors of the inputs before they are rounded to levels; or null
     int32_t inputs, outputs, kind;
 } matrix;
@@ -57,7 +58,7 @@ typedef struct {
     const char *rows;
     size_t row_bytes;
     const float *scales;      // [rows], of LEVELS
-    const int32_t *zeros;     // [rows], of LEVELS: the level of 0
+    const int32_t *zeros;     // [rows], of LEVELS: the level of 0 in the low half of a word, times 128 in the high half
 } operand;
 
 INLINE int steps_of(const matrix *m) {
@@ -78,6 +79,8 @@ INLINE size_t operand_bytes(const matrix *m, int rows) {
 }
 
 typedef int16_t int16s __attribute__((vector_size(32)));
+typedef int16_t int16s_twice __attribute__((vector_size(64)));
+typedef int16_t int16s_twice_unaligned __attribute__((vector_size(64), aligned(2)));
 typedef int16_t int16s_unaligned __attribute__((vector_size(32), aligned(2)));
 
 INLINE words clamped(words x, int32_t least, int32_t most) {
@@ -88,6 +91,34 @@ INLINE words clamped(words x, int32_t least, int32_t most) {
 
 #define ROWS_ROUNDED 4
 
+// Vectors that are stored as levels together.
+#if LEVELS_OF_STEP == 4 && defined __AVX512BW__
+#define ROUNDED_TOGETHER 4
+#else
+#define ROUNDED_TOGETHER 1
+#endif
+
+// Write `vectors` (1 or ROUNDED_TOGETHER) vectors of integers, limited to 0 to 255, as levels.
+INLINE void store_levels(const words *level, level_type *to, const int vectors) {
+#if ROUNDED_TOGETHER == 4
+    if (vectors == 4) {
+        // Packing narrows with limits, and interleaves the quarters of the vectors.
+        const __m512i first = _mm512_packs_epi32((__m512i)level[0], (__m512i)level[1]);
+        const __m512i second = _mm512_packs_epi32((__m512i)level[2], (__m512i)level[3]);
+        const words order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi32((__m512i)order, _mm512_packus_epi16(first, second)));
+        return;
+    }
+#endif
+    (void)vectors;
+    const words limited = clamped(*level, 0, 255);
+#if LEVELS_OF_STEP == 4
+    *(bytes_unaligned *)to = __builtin_convertvector(limited, bytes);
+#else
+    *(int16s_unaligned *)to = __builtin_convertvector(limited, int16s);
+#endif
+}
+
 // Part of a row of `type`, times its factors, if there are any.
 INLINE floats smoothed(const char *x, number_type type, const float *smoothing, int at, int left) {
     const floats part = load_some(x + (size_t)at * number_bytes(type), type, left);
@@ -95,7 +126,7 @@ INLINE floats smoothed(const char *x, number_type type, const float *smoothing, 
 }
 
 // See round_to_levels. rows: how many rows are rounded side by side. whole: whether the width is a whole number of
-// vectors.
+// four vectors.
 INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, const int rows, int width,
                        const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros,
                        const int whole) {
@@ -104,12 +135,28 @@ INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, co
     words most[ROWS_ROUNDED];
     unsigned_words least[ROWS_ROUNDED];
     UNROLLED for (int r = 0; r < rows; r++) most[r] = (words){0}, least[r] = (unsigned_words){0};
-    for (int i = 0; i < width; i += LANES)
+    if (whole && type == BFLOAT16 && !smoothing) {
+        int16s_twice high[ROWS_ROUNDED];
+        halves_twice low[ROWS_ROUNDED];
+        UNROLLED for (int r = 0; r < rows; r++) high[r] = (int16s_twice){0}, low[r] = (halves_twice){0};
+        for (int i = 0; i < width; i += 2 * LANES)
+            UNROLLED for (int r = 0; r < rows; r++) {
+                const int16s_twice part = *(const int16s_twice_unaligned *)(x + r * x_bytes + 2 * i);
+                high[r] = __builtin_elementwise_max(high[r], part);
+                low[r] = __builtin_elementwise_max(low[r], (halves_twice)part);
+            }
         UNROLLED for (int r = 0; r < rows; r++) {
-            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
-            most[r] = larger_word(most[r], (words)part);
-            least[r] = larger_unsigned(least[r], (unsigned_words)part);
+            most[r] = larger_word((words)high[r] << 16, (words)high[r] & ~0xffff);
+            least[r] = larger_unsigned((unsigned_words)low[r] << 16, (unsigned_words)low[r] & ~0xffffu);
         }
+    } else {
+        for (int i = 0; i < width; i += LANES)
+            UNROLLED for (int r = 0; r < rows; r++) {
+                const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
+                most[r] = larger_word(most[r], (words)part);
+                least[r] = larger_unsigned(least[r], (unsigned_words)part);
+            }
+    }
     floats steps[ROWS_ROUNDED];
     words to_zero[ROWS_ROUNDED];
     UNROLLED for (int r = 0; r < rows; r++) {
@@ -120,22 +167,23 @@ INLINE void round_rows(const char *x, size_t x_bytes, const number_type type, co
         float scale = (high - low) / 255.0f;
         if (!(scale >= 1e-30f)) scale = 1e-30f;
         steps[r] = every(1.0f / scale);
-        zeros[r] = finite ? (int32_t)__builtin_rintf(-low * steps[r][0]) : 0;
-        to_zero[r] = (words){0} + (zeros[r] - 0x4b400000);
+        const int32_t zero = finite ? (int32_t)__builtin_rintf(-low * steps[r][0]) : 0;
+        zeros[r] = zero * 0x00800001;
+        to_zero[r] = (words){0} + (zero - 0x4b400000);
         scales[r] = finite ? scale : __builtin_nanf("");
     }
     // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
     const float magic = 12582912.0f;
-    for (int i = 0; i < width; i += LANES)
+    const int together = whole ? ROUNDED_TOGETHER : 1;
+    for (int i = 0; i < width; i += together * LANES)
         UNROLLED for (int r = 0; r < rows; r++) {
-            const floats part = smoothed(x + r * x_bytes, type, smoothing, i, whole ? LANES : width - i);
-            const words level = clamped((words)(part * steps[r] + magic) + to_zero[r], 0, 255);
-            level_type *to = (level_type *)(levels + r * level_bytes) + i;
-#if LEVELS_OF_STEP == 4
-            *(bytes_unaligned *)to = __builtin_convertvector(level, bytes);
-#else
-            *(int16s_unaligned *)to = __builtin_convertvector(level, int16s);
-#endif
+            words level[ROUNDED_TOGETHER] = {0};
+            UNROLLED for (int v = 0; v < together; v++) {
+                const int at = i + v * LANES;
+                const floats part = smoothed(x + r * x_bytes, type, smoothing, at, whole ? LANES : width - at);
+                level[v] = (words)(part * steps[r] + magic) + to_zero[r];
+            }
+            store_levels(level, (level_type *)(levels + r * level_bytes) + i, together);
         }
 }
 
@@ -145,7 +193,7 @@ INLINE void round_to_levels(const char *x, size_t x_bytes, number_type type, con
                             const float *smoothing, char *levels, size_t level_bytes, float *scales, int32_t *zeros) {
 #define ROUND(type, smoothing, whole) \
     round_rows(x, x_bytes, type, rows, width, smoothing, levels, level_bytes, scales, zeros, whole)
-    if (width % LANES || type == FLOAT16) ROUND(type, smoothing, 0);
+    if (width % (4 * LANES) || type == FLOAT16) ROUND(type, smoothing, 0);
     else if (type == BFLOAT16 && smoothing) ROUND(BFLOAT16, smoothing, 1);
     else if (type == BFLOAT16) ROUND(BFLOAT16, 0, 1);
     else if (smoothing) ROUND(FLOAT32, smoothing, 1);

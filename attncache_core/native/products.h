@@ -4,7 +4,8 @@
 // steps in the same order, whatever the number of rows, so a row of a batch equals the row alone. The rows of a tile
 // are finished (scales, bias, activation, residual) between the steps of the next tile, one row at a time: the
 // processor overlaps both. Finishing single vectors, or two rows, between steps is slower, and so is finishing tiles
-// by themselves. With AMX, tiles of PAIRS and LEVELS have up to MAX_TILE rows, and sums stay in its registers.
+// by themselves. With AMX, tiles of PAIRS and LEVELS have up to MAX_TILE rows, sums stay in its registers, and rows are
+// finished between its products.
 #pragma once
 
 #include "operands.h"
@@ -83,6 +84,21 @@ static const floats no_bias[PARTS];
 #define ACTIVATE(activation) \
     case activation: EACH_PART sum[v] = activated(sum[v], activation); break;
 
+// Return sum + a * b for both halves of each word: signed integers of 16 bits.
+INLINE words plus_halves(words sum, words a, int32_t b) {
+#ifdef __AVX512VNNI__
+    return (words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32(b));
+#elif defined __AVX512BW__
+    return sum + (words)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(b));
+#elif defined __AVX2__
+    union { words all; __m256i half[2]; } product = {.all = a};
+    UNROLLED for (int h = 0; h < 2; h++) product.half[h] = _mm256_madd_epi16(product.half[h], _mm256_set1_epi32(b));
+    return sum + product.all;
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 // Apply the scales, the bias and the rest of `end` to a row of the sums of a tile. whole: whether the panel has PANEL
 // outputs.
 INLINE void finish_tile_row(const unfinished *tile, int row, const matrix_kind kind, const int whole) {
@@ -99,7 +115,7 @@ INLINE void finish_tile_row(const unfinished *tile, int row, const matrix_kind k
         const words *sums = (const words *)(m->sums + first);
         const floats *scales = (const floats *)(m->scales + first);
         EACH_PART {
-            const words levels = (words)sum[v] - sums[v] * zero;
+            const words levels = plus_halves((words)sum[v], sums[v], zero);
             sum[v] = __builtin_convertvector(levels, floats) * (scales[v] * scale) + bias[v];
         }
     } else {
@@ -181,10 +197,12 @@ INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps,
 
 #define LOAD_LEFT(from) _tile_loadd(LEFT, from, x_bytes)
 #define LOAD_RIGHT(column) _tile_loadd(RIGHT, panel + (column) * TILE_BYTES, PANEL * 4)
-#define MULTIPLY_TILES(sum)                                 \
-    do {                                                    \
-        if (kind == LEVELS) _tile_dpbusd(sum, LEFT, RIGHT); \
-        else _tile_dpbf16ps(sum, LEFT, RIGHT);              \
+// Multiply two tiles, and finish rows of the tile before in proportion to the products that are done.
+#define MULTIPLY_TILES(sum)                                                                                     \
+    do {                                                                                                        \
+        if (kind == LEVELS) _tile_dpbusd(sum, LEFT, RIGHT);                                                     \
+        else _tile_dpbf16ps(sum, LEFT, RIGHT);                                                                  \
+        for (due += before->rows; due >= products; due -= products) finish_tile_row(before, row++, kind, 1);    \
     } while (0)
 #define STORE_SUMS(sum, row, column) _tile_stored(sum, sums + (row) * PANEL + (column) * LANES, PANEL * 4)
 
@@ -196,7 +214,9 @@ INLINE void tile_by_halves(const char *x, size_t x_bytes, const char *panel, int
     const char *second = x + (size_t)(rows - half_rows) * x_bytes;
     _tile_zero(0), _tile_zero(1), _tile_zero(2);
     if (halves == 2) _tile_zero(3), _tile_zero(4), _tile_zero(5);
-    for (int step = 0, row = 0; step < steps; panel += TILE_STEPS * PANEL * 4, x += TILE_BYTES, second += TILE_BYTES) {
+    const int products = steps / TILE_STEPS * PARTS * halves;
+    int row = 0, due = 0;
+    for (int step = 0; step < steps; step += TILE_STEPS) {
         LOAD_LEFT(x);
         LOAD_RIGHT(0);
         MULTIPLY_TILES(0);
@@ -213,8 +233,7 @@ INLINE void tile_by_halves(const char *x, size_t x_bytes, const char *panel, int
             MULTIPLY_TILES(3);
         }
         for (const char *end = next + TILE_STEPS * next_bytes; next < end; next += 64) __builtin_prefetch(next, 0, 2);
-        step += TILE_STEPS;
-        for (const int stop = before->rows * step / steps; row < stop; row++) finish_tile_row(before, row, kind, 1);
+        panel += TILE_STEPS * PANEL * 4, x += TILE_BYTES, second += TILE_BYTES;
     }
     STORE_SUMS(0, 0, 0), STORE_SUMS(1, 0, 1), STORE_SUMS(2, 0, 2);
     if (halves == 1) return;

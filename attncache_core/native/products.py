@@ -121,7 +121,7 @@ class PackedMatrix:
             weight = weight.float()
             weight = weight if self._smoothing is None else weight / self._smoothing
             levels, scales = quantize_rows(weight)
-            self._scales, self._sums = self._padded(scales), self._padded(levels.sum(1, dtype=torch.int32))
+            self._scales, self._sums = self._padded(scales), self._padded(_halves(-levels.sum(1, dtype=torch.int32)))
             weight = levels
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
         self._weights = self._packed(weight.to(dtype))
@@ -205,6 +205,11 @@ class PackedMatrix:
         padding = (0, -self.inputs % (self._step * self._steps_together), 0, -self.outputs % self._panel)
         steps = functional.pad(weight, padding).unflatten(1, (-1, self._step))
         return aligned(steps.unflatten(0, (-1, self._panel)).transpose(1, 2))
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Return int32 x = s + 128 t as words with s (0 to 127) in the low half and t in the high half."""
+    return (x & 127) | (x >> 7 << 16)
 
 
 def packed_products(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix | None:

@@ -48,7 +48,11 @@ INLINE floats gelu(floats x) {
 // GELU with an absolute error of 5e-5 for |x| < 8, in a third of the instructions. The normal distribution
 // function is 1/2 + x P(x^2) up to |x| = 4.5, with the polynomial of degree 8 whose largest error is the least.
 INLINE floats rounded_gelu(floats x) {
+#ifdef __AVX512DQ__
+    const floats inside = (floats)_mm512_range_ps((__m512)x, (__m512)every(4.5f), 2);  // the nearer to 0, signed as x
+#else
     const floats low = either(x < -4.5f, every(-4.5f), x), inside = either(low > 4.5f, every(4.5f), low);
+#endif
     const floats square = inside * inside;
     floats sum = every(2.99993983e-11f);
     sum = sum * square - 3.2838515e-9f;

@@ -19,6 +19,8 @@ FLOAT32 = 5e-6
 STEEPEST = 1.2
 
 activations = st.sampled_from([None, *ACTIVATIONS])
+# Rows of whole vectors are rounded in other ways than the rest.
+widths = st.one_of(st.integers(1, 70), st.sampled_from([64, 128, 192]))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
@@ -81,7 +83,7 @@ def assert_follows(found, kind, weight, x, bias, activation, residual, smoothing
 @settings(max_examples=80)
 @given(
     rows=st.integers(0, 40),
-    inputs=st.integers(1, 70),
+    inputs=widths,
     outputs=st.integers(1, 130),
     activation=activations,
     with_bias=st.booleans(),
@@ -118,7 +120,7 @@ def test_activations_have_their_limits_for_large_inputs(kernel):
 @settings(max_examples=20)
 @given(
     rows=st.integers(1, 12),
-    inputs=st.integers(1, 70),
+    inputs=widths,
     outputs=st.integers(1, 40),
     dtype=dtypes,
     size=st.sampled_from([1e-25, 1e-3, 1.0, 1e4, 1e15]),
@@ -136,6 +138,12 @@ def test_smoothing_multiplies_inputs_before_they_are_rounded_and_divides_the_wei
     assert ((packed.weight - weight).abs() <= 0.501 * steps[:, None] * smoothing).all()
 
 
+def test_sums_of_levels_are_exact_where_they_are_largest(kernel):
+    weight, x = 0.5 + 0.01 * numbers(50, 5000).clamp(-3, 3), -numbers(9, 5000, seed=1).abs()
+    found = PackedMatrix(kernel.library, MatrixKind.LEVELS, weight).multiply(x)
+    assert_follows(found, MatrixKind.LEVELS, weight, x, None, None, None)
+
+
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
 def test_levels_are_as_near_to_the_rows_as_256_levels_can_be(kernel, size):
     x = (numbers(40, 60) + torch.linspace(-4, 4, 40)[:, None]) * size
@@ -148,14 +156,15 @@ def test_levels_are_as_near_to_the_rows_as_256_levels_can_be(kernel, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("inputs", [33, 64])
 def test_only_the_rows_with_nan_or_infinity_change_and_are_not_finite(
-    kernel, kind, activation, dtype, number
+    kernel, kind, activation, dtype, number, inputs
 ):
-    weight, x = numbers(50, 33).abs() + 0.1, numbers(15, 33, seed=1).to(dtype)
+    weight, x = numbers(50, inputs).abs() + 0.1, numbers(15, inputs, seed=1).to(dtype)
     packed = PackedMatrix(kernel.library, kind, weight, numbers(50))
     expected = packed.multiply(x, activation)
     odd = torch.arange(15) % 10 == 4  # row 14 is not rounded beside others
-    x[odd, 32] = number
+    x[odd, inputs - 1] = number
     found = packed.multiply(x, activation)
     if kind is MatrixKind.LEVELS or math.isnan(number):
         assert found[odd].isnan().all()
