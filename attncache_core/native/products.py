@@ -121,7 +121,8 @@ class PackedMatrix:
             weight = weight.float()
             weight = weight if self._smoothing is None else weight / self._smoothing
             levels, scales = quantize_rows(weight)
-            self._scales, self._sums = self._padded(scales), self._padded(_halves(-levels.sum(1, dtype=torch.int32)))
+            self._scales = self._padded(scales)
+            self._sums = self._padded(_halves(-levels.sum(1, dtype=torch.int32)))
             weight = levels
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
         self._weights = self._packed(weight.to(dtype))
