@@ -3,12 +3,13 @@
 The command line imports this module before torch: so SIGTERM and Ctrl+C end `attncache serve` with code 0
 while modules are imported, which takes seconds, and SIGHUP is not lost. Other commands keep what these
 signals do by default. Standard streams that are closed become /dev/null: a connection would get their
-descriptors.
+descriptors. Characters that the encoding of the terminal lacks, such as θ in Latin-1, are printed as \\u03b8.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -78,3 +79,6 @@ for _descriptor, _name in enumerate(("stdin", "stdout", "stderr")):
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(_descriptor, "w" if _descriptor else "r", closefd=False))  # noqa: SIM115
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper):
+        _stream.reconfigure(errors="backslashreplace")

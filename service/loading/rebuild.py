@@ -41,8 +41,8 @@ def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
         [sys.executable, "-P", "-m", "service.loading.rebuild", job],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8:backslashreplace"},
         # A new group, so that Ctrl-C in a terminal reaches the server alone. Not a new session, because Linux
         # shares the processors evenly between sessions, whatever the priorities of their processes are.
         process_group=0,
@@ -50,7 +50,8 @@ def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
     assert builder.stdin is not None
     os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)
     with contextlib.suppress(BrokenPipeError):  # the builder has ended already
-        builder.stdin.write(f"{settings.model_dump_json(exclude=_UNNEEDED)}\n")
+        # Not by pydantic, which refuses names of files that are not UTF-8.
+        builder.stdin.write(f"{json.dumps(settings.model_dump(exclude=_UNNEEDED), default=str)}\n")
         builder.stdin.flush()
     return builder
 

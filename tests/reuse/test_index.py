@@ -1,5 +1,7 @@
 """Indexes find the brute-force nearest vectors (nearly always in large partitions) and exact distances."""
 
+import errno
+import os
 import tempfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +17,7 @@ from attncache_core.reuse.maps.index import EXACT_BELOW, FeatureIndex, index_pat
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.runtime.files import refused_read
 
 
 def is_exact(index, length):
@@ -264,6 +267,31 @@ def test_a_length_has_all_its_records_one_mean_and_each_finds_itself_at_distance
             found, distances = index.nearest(kind, length, features[kinds == kind])
             assert found.tolist() == records[kinds == kind].tolist()
             assert distances.tolist() == [0.0] * len(found)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder whose name is not UTF-8, as every other name is in a locale without UTF-8, with an index."""
+    folder = tmp_path / os.fsdecode(b"\xe9")
+    index = FeatureIndex()
+    index.add(5, vectors(20))
+    assert index.write(folder) == [index_path(folder, 5)]
+    return folder
+
+
+def test_index_is_written_and_read_where_names_of_folders_are_not_utf_8(written):
+    index = FeatureIndex.read(written, [5])
+    np.testing.assert_array_equal(index.vectors(5), vectors(20))
+
+
+def test_index_that_the_system_refuses_to_read_is_not_taken_for_a_damaged_one(written, monkeypatch):
+    def refuses(path, *_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(Path, "open", refuses)
+    with pytest.raises(CorruptDatabase, match=r"00005\.faiss cannot be read") as refusal:
+        FeatureIndex.read(written, [5])
+    assert refused_read(refusal.value).errno == errno.EMFILE
 
 
 def index_with(kind) -> bytes:

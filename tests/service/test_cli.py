@@ -42,6 +42,12 @@ def test_help_lists_the_options_by_group_with_variables_and_defaults():
         assert f"\n  {option} " in text[start:].split("\n\n")[0]
 
 
+def test_terminal_whose_encoding_lacks_a_character_gets_the_rest(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    shown = subprocess.check_output([sys.executable, "-m", "service.cli", "serve", "--help"], text=True)
+    assert "similarity \\u03b8 of a hit" in shown
+
+
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
     config = tmp_path / "attncache.toml"

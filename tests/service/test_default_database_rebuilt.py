@@ -16,6 +16,7 @@ from attncache_core.reuse.maps.default import default_database_folder
 from attncache_core.runtime.files import locked
 from service.loading import engines
 from service.loading.engines import DAMAGED, FIRST_WORKER_DECIDES, NO_DATABASE_YET, NOT_BUILT, load_engines
+from service.loading.rebuild import build_while_serving
 from service.settings import Settings
 
 CORPUS = default_corpus()
@@ -213,3 +214,12 @@ def test_build_that_failed_goes_on_later(tiny_checkpoint, tiny_database, tmp_pat
     ]
     assert slept == [60, 60, 120, 240, 480]
     assert second.map_reuse is not None
+
+
+def test_builder_gets_its_settings_and_names_its_error_whatever_the_encoding_of_the_terminal(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    cache = tmp_path / os.fsdecode(b"\xe9")  # a name that is not UTF-8
+    with pytest.raises(BuildFailed, match="model 'Modell-é' was not found"):
+        list(build_while_serving(Settings(model="Modell-é", cache_dir=cache)))

@@ -134,8 +134,11 @@ class FeatureIndex:
             path = index_path(folder, length)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                faiss.write_index(partition, str(path))
-            except RuntimeError as error:
+                # Faiss would encode the name in UTF-8, whatever the encoding of file names is.
+                with path.open("wb") as file:
+                    writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]
+                    faiss.write_index(partition, writer)
+            except (OSError, RuntimeError) as error:
                 raise BuildFailed(
                     f"{path} cannot be written: the disk is full or the folder read-only", field="database"
                 ) from error
@@ -150,8 +153,11 @@ class FeatureIndex:
         """
         index = cls()
         for length in lengths:
+            path = index_path(folder, length)
             try:
-                index._partitions[length] = faiss.read_index(str(index_path(folder, length)))
-            except RuntimeError as error:
-                raise CorruptDatabase(f"{index_path(folder, length)} cannot be read") from error
+                with path.open("rb") as file:
+                    reader = faiss.PyCallbackIOReader(file.read)  # type: ignore[attr-defined]
+                    index._partitions[length] = faiss.read_index(reader)
+            except (OSError, RuntimeError) as error:
+                raise CorruptDatabase(f"{path} cannot be read") from error
         return index
