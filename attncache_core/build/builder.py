@@ -88,7 +88,7 @@ _SHARE_OF_STEPS = 4
 def build_database(
     engine: PrefillEngine,
     corpus: Iterable[CorpusSentence],
-    folder: Path,
+    folder: Path | str,
     options: BuildOptions | None = None,
     progress: Progress = lambda *_: None,
     *,
@@ -107,7 +107,7 @@ def build_database(
     """
     if engine.map_reuse is not None:
         raise ValueError("the engine has a database; build with an engine that has none")
-    options = options or BuildOptions()
+    folder, options = Path(folder), options or BuildOptions()
     if options.threshold is not None and not math.isfinite(options.threshold):
         raise InvalidInput("threshold must be a number", field="threshold")
     if not 0 <= options.seed <= MAX_SEED:

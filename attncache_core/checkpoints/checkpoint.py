@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -257,7 +257,7 @@ class Checkpoint:
         template: Template | None = None,
         pooling: PoolingMode | None = None,
         label_logits: bool = False,
-        labels: Sequence[str] = (),
+        labels: Iterable[str] = (),
     ) -> Checkpoint:
         """Return the same model with other settings than its folder gives; None keeps a setting.
 
@@ -266,6 +266,7 @@ class Checkpoint:
         Raises InvalidInput if the model does not support a setting, and if labels are not two or more
         different names.
         """
+        labels = labels if isinstance(labels, str) else tuple(labels)
         if label_logits and self.task == "classify":
             raise InvalidInput(
                 f"model {self.name} has classes of its own and no language head; leave out task label-logits",
@@ -308,7 +309,7 @@ class Checkpoint:
             normalize=self.normalize and not label_logits,
             dense=() if label_logits else self.dense,
             truncate_dim=None if label_logits else self.truncate_dim,
-            labels=tuple(labels),
+            labels=labels,
         )
 
     def as_it_is(self) -> Checkpoint:

@@ -134,6 +134,10 @@ class PrefillEngine:
         Raises InvalidInput for an argument that is not accepted, UnsupportedModel, DatabaseRefused if
         database or classifier belong to another model, and NotFinite if a label's embedding is not finite.
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError("checkpoint must be what find_checkpoint(model) returns")
+        if not isinstance(database, AttentionDatabase | None):
+            raise TypeError("database must be what AttentionDatabase.open(folder) returns")
         for name, number in (("threads", threads), ("max_tokens", max_tokens)):
             if number is not None and number < 1:
                 raise InvalidInput(f"{name} must be at least 1", field=name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.numpy import load, save
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 from attncache_core.heads.vectors import normalize, require_finite
 from attncache_core.runtime.files import write_whole
+from attncache_core.text.limits import list_of
 
 # Version 2: the fingerprint covers all tokenizer files.
 FORMAT_VERSION = 2
@@ -51,6 +52,7 @@ class LinearClassifier:
 
         Raises NotFinite, with the index of the first embedding that holds NaN or infinity.
         """
+        embeddings = np.asarray(embeddings)
         require_finite(np.isfinite(embeddings), "embeddings")
         return [self.labels[row] for row in self.logits(embeddings).argmax(axis=1)]
 
@@ -91,8 +93,9 @@ class LinearClassifier:
         digest.update(save({"weight": self.weight, "bias": self.bias}))
         return digest.hexdigest()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write the classifier's two files into `folder`."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = save({"weight": self.weight, "bias": self.bias})
         description = {
@@ -198,7 +201,7 @@ def _is_label(label: Any) -> bool:
 
 
 def fit_classifier(
-    embeddings: np.ndarray, labels: Sequence[str], *, fingerprint: str, model: str
+    embeddings: np.ndarray, labels: Iterable[str], *, fingerprint: str, model: str
 ) -> LinearClassifier:
     """Fit a multinomial logistic regression on embeddings [n, d], scaled to unit length, and their labels.
 
@@ -209,6 +212,7 @@ def fit_classifier(
     # Imported here, because importing scikit-learn takes most of a second and only fitting needs it.
     from sklearn.linear_model import LogisticRegression
 
+    embeddings, labels = np.asarray(embeddings), list_of(labels, "labels")
     require_labels(labels)
     if len(labels) != len(embeddings):
         raise InvalidInput(f"{len(labels)} labels do not fit {len(embeddings)} embeddings", field="labels")

@@ -39,7 +39,16 @@ def require_finite(finite: np.ndarray, of: str = "inputs") -> None:
 
 
 def normalize(embeddings: np.ndarray) -> np.ndarray:
-    """Scale finite rows [n, d] to unit length; a row of zeros stays zero."""
+    """Scale finite rows [n, d] to unit length; a row of zeros stays zero.
+
+    Raises ValueError if there are no rows: for one embedding, give `embedding[None]`.
+    """
+    embeddings = np.asarray(embeddings)
+    if embeddings.ndim != 2:
+        raise ValueError(
+            f"embeddings must be rows [n, d], and have the shape {embeddings.shape}; for one embedding, give "
+            "embedding[None]"
+        )
     compiled = unit_length(embeddings) if embeddings.dtype == np.float32 else None
     if compiled is not None:
         return compiled

@@ -148,7 +148,7 @@ def test_impossible_budget_leaves_hits_to_recorded_texts(tiny_engine, tiny_corpu
     [("all", (4, 4, 4), (4, 4, 4)), ("layers:0,2", (4, 0, 4), (4, 0, 4)), ("5", None, (4, 4, 4))],
 )
 def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_path, heads, reused, stored):
-    database = build(tiny_engine, few_texts, tmp_path / "a.db", heads=heads, threshold=0.875)
+    database = build(tiny_engine, few_texts, f"{tmp_path}/a.db", heads=heads, threshold=0.875)
     assert database.manifest.stored_heads == stored
     assert database.mask.total == (5 if reused is None else sum(reused))
     assert reused in (None, database.mask.reused)

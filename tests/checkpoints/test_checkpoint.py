@@ -381,6 +381,14 @@ def test_fingerprint_of_the_use_changes_with_the_length_of_embeddings(tiny_check
     assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 1
 
 
+@pytest.mark.parametrize("form", [tuple, iter, np.array])
+def test_labels_may_have_any_form(tiny_checkpoint, form):
+    names = ["delivery", "refund"]
+    expected = tiny_checkpoint.adapted(labels=names)
+    assert tiny_checkpoint.adapted(labels=form(names)).use_fingerprint() == expected.use_fingerprint()
+    assert tiny_checkpoint.adapted(labels=form([])).labels == ()
+
+
 def test_corpus_is_read_for_the_fingerprint_of_int8_only(tiny_checkpoint, monkeypatch):
     asked = []
     monkeypatch.setattr(checkpoint_module, "_default_texts", lambda: asked.append(True) or ("text",))

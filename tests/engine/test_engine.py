@@ -379,6 +379,13 @@ def test_classifier_that_the_manifest_does_not_name_is_ignored(deciding, tiny_ch
         engine.decisions.comparator(Measure.AGREEMENT)
 
 
+def test_name_of_a_model_or_a_database_is_refused_with_what_opens_it(tiny_checkpoint):
+    with pytest.raises(TypeError, match=r"checkpoint must be what find_checkpoint\(model\) returns"):
+        PrefillEngine.load(str(tiny_checkpoint.folder))
+    with pytest.raises(TypeError, match=r"database must be what AttentionDatabase.open\(folder\) returns"):
+        PrefillEngine.load(tiny_checkpoint, database="orders.db")
+
+
 def test_engine_takes_a_database_or_a_strategy(tiny_checkpoint, tiny_database):
     database = AttentionDatabase.open(tiny_database)
     with pytest.raises(InvalidInput, match="a database or a strategy"):

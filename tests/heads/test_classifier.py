@@ -77,6 +77,18 @@ def test_labels_in_any_script_survive(tmp_path):
     assert set(classifier.labels) == set(names.values())
 
 
+@pytest.mark.parametrize("form", [tuple, iter, np.array])
+def test_classifier_is_fitted_to_labels_and_embeddings_in_any_form(tmp_path, form):
+    embeddings, labels = clouds(3)
+    embeddings = embeddings.astype(np.float64)  # as in a list
+    classifier = fit_classifier(embeddings.tolist(), form(labels), fingerprint="", model="m")
+    expected = fit_classifier(embeddings, labels, fingerprint="", model="m")
+    assert classifier.digest() == expected.digest()
+    assert classifier.predict(embeddings.tolist()) == expected.predict(embeddings)
+    classifier.save(f"{tmp_path}/deep")
+    assert LinearClassifier.load(tmp_path / "deep").digest() == expected.digest()
+
+
 def test_texts_of_a_single_label_are_refused():
     embeddings, _ = clouds(1)
     with pytest.raises(BuildFailed, match="two labels") as failed:

@@ -126,3 +126,14 @@ def test_rows_of_any_size_are_scaled_to_unit_length(scale):
     expected = rows.astype(np.float64)
     expected /= np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), 1e-12)
     np.testing.assert_allclose(normalize(rows), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 5)])
+def test_what_is_no_rows_is_not_scaled(shape, dtype):
+    with pytest.raises(ValueError, match=r"embeddings must be rows \[n, d\], and have the shape \("):
+        normalize(np.ones(shape, dtype))
+
+
+def test_rows_of_a_list_are_scaled():
+    assert normalize([[3.0, 4.0]]).tolist() == [[0.6, 0.8]]

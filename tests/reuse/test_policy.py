@@ -75,6 +75,13 @@ def damage_plainly(policy: KindPolicy, similarity: float) -> float:
     return corners[-1][1]
 
 
+def test_measure_of_a_budget_may_be_given_by_its_name():
+    assert Budget("cosine", 0.9).measure is Measure.COSINE
+    assert Budget("agreement", 0.9).measure is Measure.AGREEMENT
+    with pytest.raises(ValueError, match="not a valid Measure"):
+        Budget("cosines", 0.9)
+
+
 @given(policies(), st.data())
 def test_compiled_code_chooses_what_each_length_group_chooses(policy, data):
     if policy.compiled is None:

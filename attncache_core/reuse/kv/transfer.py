@@ -104,7 +104,7 @@ class TransferCounts:
 
     loaded_blocks: int = 0
     stall_seconds: float = 0.0  # that batches waited for their last layers
-    dropped_writes: int = 0  # blocks that did not fit into the write buffer
+    dropped_writes: int = 0  # blocks that did not fit into the write buffer, or had no thread to save them
 
 
 class Transfers:
@@ -254,8 +254,11 @@ class Transfers:
         return speed
 
     def load(self, loading: Loading) -> None:
-        """Load blocks in the loading thread."""
-        self._loads.put(lambda: self.run(loading))
+        """Load blocks in the loading thread; in this thread after `close`, and in a forked process."""
+        if self._threads[1].is_alive():
+            self._loads.put(lambda: self.run(loading))
+        else:
+            _done(lambda: self.run(loading))
 
     def run(self, loading: Loading) -> None:
         """Load blocks in this thread."""
@@ -315,8 +318,11 @@ class Transfers:
             raise DamagedBlock("a saved block was changed, or is lost")
 
     def save(self, name: BlockName, parts: Sequence[memoryview], saved: Callable[[], None]) -> bool:
-        """Save a block in the saving thread, and then call `saved`. Returns False if the buffer is full."""
-        if self._saves.qsize() >= self._buffer:
+        """Save a block in the saving thread, and then call `saved`.
+
+        Returns False if the buffer is full, and after `close` and in a forked process, which have no thread.
+        """
+        if self._saves.qsize() >= self._buffer or not self._threads[0].is_alive():
             self.counts.dropped_writes += 1
             return False
 
@@ -342,7 +348,7 @@ class Transfers:
         _wait(self._loads, loading)
 
     def close(self) -> None:
-        """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
+        """Save what waits, and end the threads. Nothing is saved afterwards."""
         self._closing = True
         self.prefetch([])
         _end(self._saves, self._loads)
@@ -430,9 +436,13 @@ def _end(*queues: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        try:
-            job()
-        except Exception:
-            # The thread must go on: batches wait for what it loads.
-            logger.exception("keys and values could not be loaded or saved")
+        _done(job)
         del job  # it refers to the Transfers, which could not be collected while this thread waits
+
+
+def _done(job: Callable[[], None]) -> None:
+    """Do a job. If the job fails, log why: its thread must go on, because batches wait for what it loads."""
+    try:
+        job()
+    except Exception:
+        logger.exception("keys and values could not be loaded or saved")

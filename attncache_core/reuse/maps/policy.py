@@ -37,7 +37,12 @@ class Budget(Stored):
     floor: float = 0.0  # lower bound on the 1st percentile of the cosine over hits; 0: no floor
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a bound is outside [0, 1], or if a budget of decisions has a floor."""
+        """Raise ValueError if a bound is outside [0, 1], or if a budget of decisions has a floor.
+
+        Also if `measure` is neither a Measure nor the name of one.
+        """
+        # A name equals its measure, and is not the same object, which is what the code compares.
+        object.__setattr__(self, "measure", Measure(self.measure))
         if not 0 <= self.least <= 1 or not 0 <= self.floor <= 1:
             raise ValueError("a budget lies between 0 and 1")
         if self.floor and self.measure is not Measure.COSINE:

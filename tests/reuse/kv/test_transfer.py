@@ -308,6 +308,21 @@ def test_what_waits_is_saved_before_the_threads_end(model, open_store):
     assert all(store.transfers.disk.contains(name.key) for name in prefix_key(ids).names)
 
 
+def test_without_threads_blocks_are_still_loaded_and_none_waits_to_be_saved(model, open_store):
+    """A forked process has no threads of its parent, and an engine may run after it was closed."""
+    store = open_store(memory=5 * block_layout(model).block_bytes)
+    ids, others = random_ids(64), random_ids(64, 1)
+    run(model, store, [ids])
+    store.close()
+    run(model, store, [others])  # evicts the first sequence
+    assert store.transfers.counts.dropped_writes
+    settled(store)
+    result = run(model, store, [ids + random_ids(5, 2)])
+    assert result.cached_tokens.tolist() == [64]
+    assert_same(model, result.outputs, plain(model, [ids + random_ids(5, 2)]).outputs)
+    settled(store)
+
+
 @pytest.mark.parametrize("error", [ValueError, MemoryError])
 def test_a_loading_thread_that_fails_goes_on_and_its_blocks_are_not_used(
     model, open_store, monkeypatch, error
