@@ -347,12 +347,13 @@ def test_fingerprint_of_int8_alone_changes_with_the_texts_it_is_calibrated_with(
             assert len(set(map(fingerprint, checkpoints))) == expected
 
 
-def test_fingerprint_of_int8_alone_changes_with_the_template_around_its_calibration_texts(tiny_checkpoint):
+def test_fingerprint_of_int8_alone_changes_with_what_is_done_to_its_calibration_texts(tiny_checkpoint):
     templates = [Template(), Template("query: "), Template("", "!"), Template("", "", " or "), Template("q ")]
     for kind in (None, *Quantization):
-        checkpoint = replace(tiny_checkpoint, quantization=kind, quantization_texts=("a card", "b"))
+        checkpoint = replace(tiny_checkpoint, quantization=kind, quantization_texts=("A card", "b"))
         found = {replace(checkpoint, template=template).fingerprint() for template in templates}
-        assert len(found) == (len(templates) if kind is Quantization.INT8 else 1)
+        found.add(replace(checkpoint, lowercase=True).fingerprint())
+        assert len(found) == (len(templates) + 1 if kind is Quantization.INT8 else 1)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "vocab.txt"])
@@ -365,6 +366,13 @@ def test_checkpoint_that_was_loaded_is_not_loaded_again_from_other_files(copied,
     assert loaded.fingerprint() == named
 
 
+def test_model_is_not_loaded_with_another_configuration_than_it_was_described_with(copied):
+    checkpoint = read_checkpoint(copied)
+    changed(copied / "config.json", layer_norm_eps=1e-5)
+    with pytest.raises(UnsupportedModel, match="were changed since they were first read"):
+        PrefillEngine.load(checkpoint)
+
+
 def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
@@ -374,9 +382,20 @@ def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
         PrefillEngine.load(reread(read_checkpoint(copied)))
 
 
-def test_fingerprint_of_the_use_changes_with_the_length_of_embeddings(tiny_checkpoint):
-    checkpoints = [replace(tiny_checkpoint, normalize=unit_length) for unit_length in (True, False)]
-    assert len({checkpoint.use_fingerprint() for checkpoint in checkpoints}) == 2
+def test_fingerprint_of_embeddings_changes_with_each_setting_that_decides_them(tiny_checkpoint):
+    changes = [{}, {"max_tokens": 7}, {"lowercase": True}, {"truncate_dim": 8}]
+    changes += [{"pooling": Pooling(("max",))}, {"pooling": Pooling(("max",), include_prompt=False)}]
+    around = [("a", ""), ("", "a"), ("", "", ""), ("", "", "a")]
+    changes += [{"template": Template(*parts)} for parts in around]
+    found = {replace(tiny_checkpoint, **change).embedding_fingerprint() for change in changes}
+    assert len(found) == len(changes)
+
+
+def test_fingerprint_of_the_use_changes_with_each_setting_that_decides_answers(tiny_checkpoint):
+    changes = [{}, {"normalize": not tiny_checkpoint.normalize}, {"activation": "identity"}]
+    changes += [{"prompts": {"a": "b"}}, {"task": "label-logits"}, {"labels": ("a", "b")}]
+    checkpoints = [replace(tiny_checkpoint, **change) for change in changes]
+    assert len({checkpoint.use_fingerprint() for checkpoint in checkpoints}) == len(changes)
     # Classifiers bring embeddings to unit length themselves.
     assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 1
 

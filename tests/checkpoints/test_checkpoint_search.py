@@ -99,6 +99,15 @@ def test_revision_in_the_cache_is_a_branch_a_tag_or_a_commit(cached, revision, c
     assert (found.revision, found.commit) == (revision, commit)
 
 
+def test_model_without_weights_in_the_cache_is_not_taken_from_there(cache, tmp_path, monkeypatch):
+    hub = shutil.copytree(cache, tmp_path / "hub")
+    for weights in hub.rglob("*.safetensors"):
+        weights.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    with pytest.raises(ModelNotFound, match="incomplete in the Hugging Face cache"):
+        find_checkpoint("acme/hidden-encoder")
+
+
 @pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("revision", ["v2", "1" * 40, "e" * 7, "no such/branch", "../refs", ""])
 def test_missing_revision_is_named_with_the_searched_sources(revision):

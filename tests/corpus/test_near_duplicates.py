@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attncache_core.corpus import near_duplicates as module
@@ -24,6 +24,7 @@ def similarity(a, b):
 
 
 @given(SEQUENCES, SEQUENCES)
+@example([[1, 3]], [[2, 1, 3], [0, 3]])
 def test_they_are_those_of_all_pairs(sequences, of):
     every = [*sequences, *of] or [[]]
     first = common(min(every), max(every))

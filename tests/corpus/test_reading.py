@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
+from attncache_core.corpus.reading import neighbours, read_labelled, read_rated, read_texts
 from attncache_core.corpus.tables import read_rows
 from attncache_core.errors import InvalidInput
 
@@ -384,7 +384,7 @@ def test_labels_and_ratings_of_json_lines_may_be_numbers_as_in_a_table(file):
     assert read_rated(numbers, "one", "two", "score") == read_rated(table, "one", "two", "score")
 
 
-@pytest.mark.parametrize("value", ["true", "[1]", "{}", "null", "18446744073709551617"])
+@pytest.mark.parametrize("value", ["true", "[1]", "{}", "null", "9007199254740992", "18446744073709551617"])
 def test_other_json_values_are_neither_labels_nor_ratings(file, value):
     path = file("a.jsonl", f'{{"text": "a", "other": "b", "label": {value}}}')
     wrong = "has a value that is neither a string nor a number below 2^53"
@@ -412,3 +412,7 @@ def test_labelled_texts_are_two_lists_of_equal_length(file):
     for name, content in (("a.tsv", "text\tlabel\n"), ("b.jsonl", "\n")):
         with pytest.raises(InvalidInput, match="has no texts"):
             read_labelled(file(name, content), "text", "label")
+
+
+def test_neighbours_are_as_many_as_the_total_size_allows():
+    assert list(neighbours([3, 1, 2, 9, 1], int, 4)) == [[3, 1], [2], [9], [1]]

@@ -81,6 +81,20 @@ def test_text_that_is_asked_again_counts_once_and_becomes_newer():
     assert not reservoir.offer(text)
 
 
+def test_memory_is_bounded_however_often_texts_are_asked():
+    reservoir = Reservoir(KEY, max_texts=20, half_life_hours=1)
+    for step in range(300):
+        for text in numbered(2, asked_at=step * TIME_STEP_SECONDS, client=bytes([step % 100 + 1])):
+            reservoir.offer(text)
+    assert len(reservoir) == 20
+    assert len(reservoir._of_client) == len(reservoir._smallest_of_client) <= 20
+    for step in range(300, 600):
+        for text in numbered(2, asked_at=step * TIME_STEP_SECONDS, client=b"a"):
+            reservoir.offer(text)
+    heaps = reservoir._smallest, *reservoir._smallest_of_client.values()
+    assert max(map(len, heaps)) <= 2 * 20 + 16
+
+
 def test_one_client_holds_at_most_a_tenth():
     noise = numbered(5000, client=b"a" * 8)
     others = numbered(200, first=10_000)

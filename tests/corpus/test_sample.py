@@ -1,5 +1,6 @@
 """The sample of texts in files: what is synced is kept, whatever happens to the process or the log."""
 
+import os
 import stat
 import time
 from collections import Counter
@@ -10,7 +11,8 @@ from full_disk import largest_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
+from attncache_core.corpus.reservoir import SampledText
+from attncache_core.corpus.sample import TextSampler, read_log, read_sample, sample_folder, write_log
 
 HOUR = 3600
 
@@ -45,6 +47,19 @@ def test_synced_texts_are_read_oldest_first(tmp_path):
     sampler.sync()
     assert numbers(tmp_path) == [2, 1, 3]
     assert len(sampler) == 3
+    # Within the same ten minutes, nothing is written.
+    sampler.offer(np.array([101, 1, 102]), None, 5 * HOUR + 599)
+    assert not sampler.sync()
+    sampler.close()
+
+
+def test_synced_texts_are_on_the_disk(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    sampler = opened(tmp_path)
+    offer(sampler, 10)
+    assert sampler.sync()
+    assert flushed == [log(tmp_path).stat().st_size]
     sampler.close()
 
 
@@ -62,6 +77,15 @@ def test_next_process_goes_on_and_removes_what_a_killed_one_left_unfinished(tmp_
     assert sorted(numbers(tmp_path)) == [*range(15)]
 
 
+@pytest.mark.parametrize("damaged", [b"", b"short", bytes(33)])
+def test_damaged_key_is_made_anew(tmp_path, damaged):
+    opened(tmp_path).close()
+    key = sample_folder(tmp_path) / "key"
+    key.write_bytes(damaged)
+    opened(tmp_path).close()
+    assert len(key.read_bytes()) == 32
+
+
 def test_two_processes_have_a_log_each_and_equal_texts_count_once(tmp_path):
     one, another = opened(tmp_path), opened(tmp_path)
     offer(one, 10)
@@ -71,6 +95,17 @@ def test_two_processes_have_a_log_each_and_equal_texts_count_once(tmp_path):
     assert sorted(path.name for path in sample_folder(tmp_path).glob("*.log")) == ["0.log", "1.log"]
     assert sorted(numbers(tmp_path)) == [*range(15)]
     assert [text.asked_at for text in read_sample(tmp_path)] == [0] * 5 + [HOUR] * 10
+
+
+@pytest.mark.parametrize("written_last", ["0.log", "1.log"])
+def test_log_that_was_written_last_says_how_many_texts_the_sample_holds(tmp_path, written_last):
+    several = [opened(tmp_path, max_texts) for max_texts in (30, 20)]
+    for number, sampler in enumerate(several):
+        offer(sampler, 20, first=20 * number)
+        end(sampler)
+    for name in ("0.log", "1.log"):
+        os.utime(sample_folder(tmp_path) / name, (HOUR, 2 * HOUR if name == written_last else HOUR))
+    assert len(read_sample(tmp_path)) == (30 if written_last == "0.log" else 20)
 
 
 def test_nobody_else_can_read_the_sample_and_it_names_no_client(tmp_path):
@@ -149,6 +184,14 @@ def test_log_that_is_cut_or_changed_anywhere_is_a_prefix(tmp_path_factory, data)
     assert sorted(numbers(root)) == [*range(whole), 50]
 
 
+def test_log_that_is_no_longer_sampled_is_read_as_a_whole_or_not_at_all(tmp_path):
+    path, texts = tmp_path / "sampled.log", [SampledText(bytes([number] * 4), b"", 0) for number in range(9)]
+    write_log(path, texts)
+    assert read_log(path) == texts
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_log(path) == []
+
+
 def test_full_disk_raises_and_what_was_synced_stays(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 10)
@@ -194,6 +237,15 @@ def test_client_with_most_texts_is_cut_unless_too_few_remain(tmp_path, least, ex
     assert Counter(text.client for text in texts).most_common()[-1][1] == 10
 
 
+def test_client_with_most_texts_keeps_a_tenth_of_all(tmp_path):
+    sampler = opened(tmp_path, max_texts=10_000)
+    offer(sampler, 280, client="a")
+    offer(sampler, 2, client="b")
+    offer(sampler, 88, first=1000)
+    end(sampler)
+    assert sorted(Counter(text.client for text in read_sample(tmp_path)).values()) == [2, 10, 88]
+
+
 def test_texts_of_equal_times_are_in_random_order(tmp_path):
     sampler = opened(tmp_path)
     offer(sampler, 200)
@@ -213,11 +265,15 @@ def test_texts_are_kept_while_the_clock_is_behind(tmp_path, monkeypatch):
         offer(sampler, 50, first=1000, asked_at=1000)
         end(sampler)
     assert sorted(numbers(tmp_path)) == [*range(100), *range(1000, 1050)]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1000.0)
+        opened(tmp_path, max_texts=60).close()
+    assert sorted(numbers(tmp_path)) == [*range(40, 100)]
 
 
 def test_texts_of_a_clock_that_was_ahead_keep_no_others_out(tmp_path):
-    for years in (2, 0):
+    for days in (1, 0):
         sampler = opened(tmp_path, max_texts=100)
-        offer(sampler, 100, first=years * 100, asked_at=time.time() + years * 365 * 24 * HOUR)
+        offer(sampler, 100, first=days * 100, asked_at=time.time() + days * 24 * HOUR)
         end(sampler)
     assert sorted(numbers(tmp_path)) == [*range(100)]

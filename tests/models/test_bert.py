@@ -120,7 +120,7 @@ def test_weights_that_transformers_would_read_otherwise_are_refused(tmp_path):
             load_model(read_checkpoint(folder), torch.float32)
 
 
-@pytest.mark.parametrize("file", ["../other.safetensors", "weights.st"])
+@pytest.mark.parametrize("file", ["../other.safetensors", "/other.safetensors", "weights.st"])
 def test_an_index_that_names_other_files_is_refused(tmp_path, file):
     folder = write_model(tmp_path)
     (folder / "model.safetensors").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -152,6 +153,14 @@ def test_activation_with_weights_takes_those_of_the_checkpoint(tmp_path, config)
 def test_position_limit_excludes_the_positions_before_the_first(tiny_checkpoint, family, entries, longest):
     config = {"model_type": family} | entries
     assert replace(tiny_checkpoint, config=config).position_limit == longest
+
+
+@pytest.mark.parametrize(("positions", "limit"), [(4, 2), (3, 1), (2, None), (1, None)])
+def test_model_without_a_position_for_a_token_is_refused(tiny_checkpoint, positions, limit):
+    config = {"model_type": "roberta", "max_position_embeddings": positions, "pad_token_id": 1}
+    checkpoint = replace(tiny_checkpoint, config=config)
+    with nullcontext() if limit else pytest.raises(UnsupportedModel, match="leaves no position for a token"):
+        assert checkpoint.position_limit == limit
 
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])

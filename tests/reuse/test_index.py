@@ -168,6 +168,16 @@ def test_nearest_is_the_brute_force_nearest_of_the_length(sizes, asked):
     assert (index.vectors(100), index.is_compressed(100)) == (None, False)
 
 
+@pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
+def test_index_without_some_records_finds_the_others_and_leaves_the_index_as_it_is(exact_below):
+    stored, index = vectors(COMPRESSED, seed=1), FeatureIndex()
+    index.add(5, stored, exact_below)
+    found, _ = index.without({5: {0, 7}}).nearest(5, stored)
+    assert [row for row, record in enumerate(found.tolist()) if record != row] == [0, 7]
+    assert not {0, 7} & set(found.tolist())
+    assert index.nearest(5, stored)[0].tolist() == [*range(len(stored))]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     exact_below=st.sampled_from([EXACT, COMPRESSED]),

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import (
+    Budget,
+    KindPolicy,
+    LengthGroup,
+    ReusePolicy,
+    StrangenessLimit,
+    uniform_policy,
+)
 from attncache_core.reuse.storage.layout import RecordKind
 
 BUDGET = Budget(Measure.COSINE, 0.985)
@@ -235,8 +242,26 @@ def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean_before_it
     ("stored", "prototype", "off"),
     [(1.0, 1.0, False), (1.0, 2.0, False), (2.0, 0.9, False), (1.001, math.inf, True)],
 )
-def test_a_group_is_off_when_no_kind_can_reach_its_threshold(stored, prototype, off):
+def test_a_group_is_off_when_no_kind_can_reach_its_threshold_and_approximates_below_1(stored, prototype, off):
     kinds = {STORED: KindPolicy(stored), PROTOTYPE: KindPolicy(prototype), RecordKind.MEAN: KindPolicy(7.0)}
     assert LengthGroup(9, kinds).is_off is off
+    assert LengthGroup(9, kinds).approximates is (prototype < 1)
     # Without a search, recorded sequences hit whatever the thresholds are.
     assert not LengthGroup(9, kinds, searched=False).is_off
+
+
+def test_limit_comes_half_as_near_to_the_usual_strangeness_and_the_sixth_step_lets_no_text_pass():
+    limit = StrangenessLimit(strangest=0.9, usual=0.1)
+    steps = [limit := limit.one_step_tighter() for _ in range(6)]
+    assert [step.strangest for step in steps] == pytest.approx([0.5, 0.3, 0.2, 0.15, 0.125, -1.0])
+    assert [step.is_off for step in steps] == [False] * 5 + [True]
+    # It never rises.
+    assert StrangenessLimit(strangest=0.1, usual=0.9).one_step_tighter().strangest == 0.1
+
+
+def test_budget_is_kept_at_its_bounds_and_by_no_unknown_floor():
+    budget = Budget(Measure.COSINE, 0.99, floor=0.98)
+    assert budget.kept_by(0.99, 0.98)
+    assert not any(budget.kept_by(*bounds) for bounds in ((0.989, 0.98), (0.99, 0.979), (0.99, None)))
+    assert Budget(Measure.COSINE, 0.99).kept_by(0.99, None)
+    assert Budget(Measure.AGREEMENT, 0.9).harmed(np.array([1.0, 0.0, np.nan])).tolist() == [False, True, True]

@@ -1,5 +1,6 @@
 """The search plans the records that a comparison with every record finds, and obeys the laws of θ."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
@@ -94,6 +95,26 @@ def test_recorded_sequence_takes_its_record_however_far_rounding_puts_it(tiny_en
         assert [record for record, is_own in zip(records, asked.recorded, strict=True) if is_own] == [
             record for record in own if record is not None
         ]
+
+
+@pytest.mark.parametrize("way", ["compiled", "compressed", "plain"])
+def test_other_sequence_has_a_similarity_below_1_even_if_its_features_are_those_of_the_record(
+    tiny_engine, tiny_prototypes_database, asked, way
+):
+    """So that θ = 1 admits recorded sequences only. Here, all features are zero."""
+    database, index = AttentionDatabase.open(tiny_prototypes_database), FeatureIndex()
+    search = database.search
+    projector = search.projector.extended(search.projector.max_length)
+    projector.requires_grad_(False).position.zero_()
+    for length in database.manifest.records:
+        vectors = np.zeros_like(search.index.vectors(length))
+        index.add(length, vectors, exact_below=16 if way == "compressed" else 10**6)
+    prototypes = replace(search.prototypes, features=np.zeros_like(search.prototypes.features))
+    same = replace(database, search=replace(search, projector=projector, index=index, prototypes=prototypes))
+    with mock.patch.object(native, "kernel", return_value=None) if way == "plain" else nullcontext():
+        records, similarities, _ = plan_of(tiny_engine, same, asked.sequences, 1.0)
+    assert [similarity == 1 for similarity in similarities] == asked.recorded
+    assert [record >= 0 for record in records] == asked.recorded
 
 
 @settings(max_examples=30, deadline=None)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from attncache_core.errors import CorruptDatabase
 from attncache_core.native.guard import guard
+from attncache_core.reuse.storage import mapping
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_file import SegmentWriter, is_finished
@@ -207,6 +208,13 @@ def test_layer_maps_are_the_file_itself_mapped_into_memory(segment_file):
             assert mapped_offset(view.data_ptr(), segment_file) == expected
 
 
+def test_records_that_take_several_reads_are_whole(segment_file, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(mapping, "guard", lambda: None)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:1000]], at))
+    assert Segment(segment_file, LENGTH, LAYOUT, SEAL).are_sound(np.arange(COUNT)).all()
+
+
 def test_writing_to_a_view_never_reaches_the_file(segment_file):
     before = segment_file.read_bytes()
     segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
@@ -297,6 +305,19 @@ def test_changed_byte_in_a_record_makes_only_that_record_unsound(segment_file, d
         flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
 
 
+def test_record_counts_as_checked_only_once_its_check_has_ended(segment_file, monkeypatch):
+    """Other threads use records meanwhile."""
+    segment, read, seen = Segment(segment_file, LENGTH, LAYOUT, SEAL), Segment._bytes_of, []
+
+    def watched(self, record):
+        seen.append(bool(self._checked[record]))
+        return read(self, record)
+
+    monkeypatch.setattr(Segment, "_bytes_of", watched)
+    segment.are_sound(np.arange(COUNT))
+    assert seen == [False] * COUNT
+
+
 def test_segment_is_not_finished_if_writing_failed(tmp_path, records):
     path = tmp_path / "a.maps"
 
@@ -318,6 +339,16 @@ def test_segment_is_finished_with_all_its_records_and_not_before_its_writer_exit
     assert_refused(seen)
     assert is_finished(path, LENGTH, COUNT, LAYOUT, SEAL)
     assert not is_finished(path, LENGTH, COUNT + 1, LAYOUT, SEAL)
+
+
+def test_header_is_written_once_the_rest_is_on_the_disk(tmp_path, records, monkeypatch):
+    path, flushed = tmp_path / "a.maps", []
+    monkeypatch.setattr(os, "fsync", lambda _: flushed.append(path.read_bytes()))
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
+        append(writer, records)
+    assert [content[:8] for content in flushed] == [bytes(8), b"ATTNMAPS"]
+    assert flushed[0][PAGE:] == flushed[1][PAGE:]
+    assert flushed[1] == path.read_bytes()
 
 
 def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path, records):

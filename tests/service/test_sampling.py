@@ -192,6 +192,9 @@ def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
     kept.close()
     assert kept.state.dropped == 4
     assert len(sampled(tmp_path)) == 4
+    # What the thread has taken waits no longer.
+    kept.offer(None, [PrefillPart.of([[1, 2]])])
+    assert kept.state.dropped == 4
 
 
 def test_pairs_are_not_sampled(tmp_path):
