@@ -6,6 +6,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from core_models import prefill, random_sequences
@@ -445,6 +446,17 @@ def test_reuse_stays_off_until_a_restart(tiny_checkpoint, folder):
     again = engine_of(tiny_checkpoint, folder)
     assert again.map_reuse.keep_verified({}) is not None
     assert again.reuse_off == []
+
+
+def test_steps_hold_at_the_next_start_although_other_machines_cannot_be_asked(tmp_path):
+    served = ServedPolicy(tmp_path, POLICY)
+    served.shared = Mock(change=Mock(side_effect=OSError("nobody answers")))
+    served.tighten(0)
+    assert served.keep({FIRST: [0.1]}) is None
+    again = ServedPolicy(tmp_path, POLICY)
+    assert again.policy == after(POLICY, [0])
+    # The fidelities wait for the other machines.
+    assert again.keep({}).windows == ()
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,9 @@ class ServedPolicy:
         """Add this server's findings to tightened.json, and adopt tighter steps from there.
 
         new: fidelities of verified hits that were not kept yet. Returns the findings of all servers. Returns
-        None, and keeps nothing, if the policy has no budget, if another process holds the lock for longer
-        than `patience_seconds`, or if tightened.json cannot be read or written.
+        None, and keeps no fidelities, if the policy has no budget, if another process holds the lock for
+        longer than `patience_seconds`, or if tightened.json or the findings of other machines cannot be read
+        or written.
         """
         if self._is_stopped or not self._calibrated.budget.binds:
             return None
@@ -149,7 +150,8 @@ class ServedPolicy:
         tightened = Tightened(self._tightest.steps, windows)
         of_all = None
         if self.shared is not None and (of_all := self._merged_with_all(self.shared, tightened)) is None:
-            return None
+            # The fidelities are added later. The steps hold at the next start also if they never are.
+            tightened = Tightened(self._tightest.steps)
         try:
             kept = merge_tightened(self._folder, self._calibrated, tightened, patience_seconds)
         except CorruptDatabase as error:
@@ -162,7 +164,7 @@ class ServedPolicy:
                 "found too loose; make the database's folder writable and start again"
             )
             return None
-        kept = of_all or kept
+        kept = kept if self.shared is None else of_all
         if kept:
             self._serve(self._tightest.tightened_to(kept.steps))
         return kept
