@@ -230,18 +230,20 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(caplog):
     assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
 
 
-def test_hits_of_both_kinds_are_verified_and_misses_and_recorded_texts_are_not():
+def test_hits_of_both_kinds_are_verified_and_misses_recorded_and_damaged_texts_are_not():
     class RecordingEngine(FakeEngine):
-        """Has recorded the texts with a q."""
+        """Has recorded the texts with a q, and overflows at texts with a z."""
 
         def run(self, requests):
             result = super().run(requests)
             similarities = np.where(result.outputs[:, ord("q")] > 0, 1, result.similarities)
-            return replace(result, compared=Compared(similarities.astype(np.float32), result.strangeness))
+            compared = Compared(similarities.astype(np.float32), result.strangeness)
+            finite = result.outputs[:, ord("z")] == 0
+            return replace(result, finite=finite, compared=compared)
 
-    engine = RecordingEngine(stored={"near", "equal"}, prototypes={"prototype"})
+    engine = RecordingEngine(stored={"near", "equal", "zero"}, prototypes={"prototype"})
     verifier = verifier_of(engine, Metrics())
-    serve_and_verify(engine, verifier, ["near", "equal", "new", "prototype"])
+    serve_and_verify(engine, verifier, ["near", "equal", "zero", "new", "prototype"])
     assert verified_texts(engine) == ["near", "prototype"]
 
 
