@@ -210,6 +210,14 @@ def test_bad_usual_hits_tighten_their_group_and_not_the_limit():
     assert engine.map_reuse.policy == LIMITED.tightened(0)
 
 
+def test_hits_that_a_looser_policy_let_hit_tighten_nothing_more():
+    engine, metrics = mixed_engine(), Metrics()
+    # The usual hits tighten the group, whose unusual hits are verified beside them.
+    serve_and_verify(engine, verifier_of(engine, metrics), ["bad"] * 4 + ["odd, bad"] * 4)
+    assert engine.map_reuse.policy == LIMITED.tightened(0)
+    assert numbers(metrics)[(FAILURES,)] == 1
+
+
 def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only():
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
