@@ -48,7 +48,7 @@ typedef struct {
     const float *bias;        // [panels * PANEL], or null
     const float *scales;      // [panels * PANEL], of LEVELS
     const int32_t *sums;      // [panels * PANEL], minus the sum of the levels of each output, of LEVELS: s in the low
-                              // half and t in the high half of a word, for s + 128 t
+                              // half and t in the high half of a word, for s + 128 t, which is below 2^22
     const float *smoothing;   // [inputs], factors of the inputs before they are rounded to levels; or null
     int32_t inputs, outputs, kind;
 } matrix;

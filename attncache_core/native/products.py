@@ -22,6 +22,8 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_LEVEL = 127
 # The smallest scale. A row of zeros has this scale, because scales are divisors.
 MIN_SCALE = 1e-30
+# s + 128 t is below this number if t has 16 bits.
+_SUMS_END = 2**22
 
 
 class MatrixKind(IntEnum):
@@ -103,7 +105,8 @@ class PackedMatrix:
     ) -> None:
         """weight, bias: any float dtype. smoothing: factors of the inputs [inputs], of LEVELS only.
 
-        Raises ValueError if the processor has no products of this kind.
+        Raises ValueError if the processor has no products of this kind, or if the levels of an output sum to
+        2**22 or more, which takes more than 33,000 inputs.
         """
         form = _packing(library)
         if kind is MatrixKind.PAIRS and not form.has_pairs:
@@ -121,8 +124,10 @@ class PackedMatrix:
             weight = weight.float()
             weight = weight if self._smoothing is None else weight / self._smoothing
             levels, scales = quantize_rows(weight)
-            self._scales = self._padded(scales)
-            self._sums = self._padded(_halves(-levels.sum(1, dtype=torch.int32)))
+            sums = levels.sum(1, dtype=torch.int32)
+            if (sums.abs() >= _SUMS_END).any():
+                raise ValueError("the levels of an output have a sum that two halves of a word cannot hold")
+            self._scales, self._sums = self._padded(scales), self._padded(_halves(-sums))
             weight = levels
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
         self._weights = self._packed(weight.to(dtype))

@@ -218,9 +218,13 @@ def no_room(max_tokens: int, field: str) -> InvalidInput:
     )
 
 
-def no_room_beside_query(max_tokens: int, field: str) -> InvalidInput:
-    """Return the error for a query in a template of pairs that leaves no room for its document."""
-    return InvalidInput(
+class NoRoomBesideQuery(InvalidInput):
+    """A query in a template of pairs leaves no room for its document."""
+
+
+def no_room_beside_query(max_tokens: int, field: str) -> NoRoomBesideQuery:
+    """Return the error for a pair whose query leaves no room for its document; `field` is the pair's."""
+    return NoRoomBesideQuery(
         f"{field}: the query leaves no room for a document within {max_tokens} tokens; shorten the query",
         field=field,
     )

@@ -22,6 +22,7 @@ from attncache_core import (
 from attncache_core.engine.result import joined
 from attncache_core.heads.decisions import headings
 from attncache_core.heads.vectors import cosine_matrix
+from attncache_core.text.limits import NoRoomBesideQuery
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Texts, bare_prompt
 from service.errors import rename
@@ -116,8 +117,7 @@ async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
     except InvalidInput as error:
         if isinstance(error, InputTooLong):
             await asyncio.to_thread(_require_short_query, engine, question.query, error)
-        elif (error.field or "").startswith(question.field):
-            # Only documents are cut, so the query takes the room.
+        elif isinstance(error, NoRoomBesideQuery):
             rename(error, "query")
         raise
     # In a thread, as in by_tokens: the model may be a decoder whose labels are scored.

@@ -144,6 +144,15 @@ def test_sums_of_levels_are_exact_where_they_are_largest(kernel):
     assert_follows(found, MatrixKind.LEVELS, weight, x, None, None, None)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_levels_are_exact_up_to_their_end_and_refused_from_there_on(kernel, sign):
+    weight, x = sign * torch.ones(3, 33_027), -numbers(9, 33_026, seed=1).abs()
+    found = PackedMatrix(kernel.library, MatrixKind.LEVELS, weight[:, :-1]).multiply(x)
+    assert_follows(found, MatrixKind.LEVELS, weight[:, :-1], x, None, None, None)
+    with pytest.raises(ValueError, match="sum that two halves of a word cannot hold"):
+        PackedMatrix(kernel.library, MatrixKind.LEVELS, weight)
+
+
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
 def test_levels_are_as_near_to_the_rows_as_256_levels_can_be(kernel, size):
     x = (numbers(40, 60) + torch.linspace(-4, 4, 40)[:, None]) * size

@@ -416,6 +416,11 @@ async def test_token_that_the_model_does_not_have_is_refused_with_its_text(tmp_p
             answer = await client.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["field"]) == (400, field)
         assert (await client.post("/embed", json={"inputs": "my card"})).status_code == 200
+    reranker = write_ms_marco_minilm(tmp_path / "reranker")
+    tokenizer.save(str(reranker / "tokenizer.json"))
+    async with serving(PrefillEngine.load(read_checkpoint(reranker), dtype="float32")) as client:
+        refusal = await client.post("/rerank", json={"query": "my", "texts": ["card", "[NEW]"]})
+    assert (refusal.status_code, refusal.json()["error"].split()[0]) == (400, "texts[1]")
 
 
 async def test_root_answers_as_the_route_for_the_body_and_the_model_does():
