@@ -30,7 +30,7 @@ def inspect(database: Path, as_json: bool) -> None:
     """Show the content of a database. Of a database that was renewed, the generation that serves is shown."""
     opened = AttentionDatabase.open(database)
     if as_json:
-        click.echo((opened.folder / "manifest.json").read_text(encoding="utf-8"), nl=False)
+        click.echo((opened.folder / "manifest.json").read_bytes(), nl=False)
     else:
         show_database(opened)
 

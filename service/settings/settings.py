@@ -77,9 +77,9 @@ class Settings(
                 self._refuse(("kv_disk_dtype",), "without --kv-dir or --shared; give one of them too")
         if self.shared is None:
             self._refuse(("shared_uses",), "without --shared; give both or none")
-        uses = self.shared_uses.split(",")
-        for use, switch in _SWITCHES_OF_USES if set(uses) != set(SHARED_USES) else ():
-            if use in uses and not getattr(self, switch):
+        uses = set(self.shared_uses.split(","))
+        for use, switch in _SWITCHES_OF_USES:
+            if use in uses < set(SHARED_USES) and not getattr(self, switch):
                 raise refused(f"--shared-uses {use} has no effect with --no-{switch}; leave one of them out")
         if not self.sample:
             self._refuse(_OF_SAMPLE, "without --sample; give both or none")

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 from following import publish
 from tokenizers import Tokenizer
@@ -19,6 +21,7 @@ from attncache_core.corpus.reading import read_labelled
 from attncache_core.reuse.maps.generations import Renewal, Result, read_renewals
 from attncache_core.reuse.maps.publishing import renewing
 from attncache_core.text.token_batch import pack
+from service.cli import main
 from service.commands import renew as renew_command
 from service.commands.report import require_writable, show_table
 
@@ -190,6 +193,14 @@ def test_inspect_as_json_is_the_manifest(built):
     assert (built[0] / "key").read_bytes().hex() not in text
     (group,) = json.loads(text)["policy"]["groups"]
     assert group["kinds"]["0"]["threshold"] == 0.9
+
+
+def test_inspect_as_json_is_the_manifest_on_a_terminal_without_utf_8_too(built, tmp_path):
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    replace(AttentionDatabase.open(folder).manifest, model="modèle").write(folder)
+    printed = CliRunner(charset="latin-1").invoke(main, ["inspect", str(folder), "--json"])
+    assert printed.stdout_bytes == (folder / "manifest.json").read_bytes()
+    assert "modèle".encode() in printed.stdout_bytes
 
 
 @pytest.mark.parametrize(

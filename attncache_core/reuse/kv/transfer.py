@@ -258,7 +258,7 @@ class Transfers:
         if self._threads[1].is_alive():
             self._loads.put(lambda: self.run(loading))
         else:
-            _done(lambda: self.run(loading))
+            _attempt(lambda: self.run(loading))
 
     def run(self, loading: Loading) -> None:
         """Load blocks in this thread."""
@@ -436,11 +436,11 @@ def _end(*queues: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        _done(job)
+        _attempt(job)
         del job  # it refers to the Transfers, which could not be collected while this thread waits
 
 
-def _done(job: Callable[[], None]) -> None:
+def _attempt(job: Callable[[], None]) -> None:
     """Do a job. If the job fails, log why: its thread must go on, because batches wait for what it loads."""
     try:
         job()
