@@ -57,29 +57,28 @@ class FakeMapReuse:
     search = SimpleNamespace(store=SimpleNamespace(records=0, scrub=lambda _: ()))
 
     def __init__(self, policy, folder):
+        self._policy = policy
         self._served = ServedPolicy(folder, policy) if folder else None
-        self._policy = self._served.policy if self._served else policy
         self.database = SimpleNamespace(
             folder="fake.db", manifest=SimpleNamespace(id="fake"), search=SimpleNamespace(policy=policy)
         )
 
     @property
     def policy(self):
-        return self._policy
+        return self._served.policy if self._served else self._policy
 
     @property
     def reuse_off(self):
         return self._served.reuse_off if self._served else []
 
     def tighten(self, index):
-        self._policy = self._served.tighten(index) if self._served else self._policy.tightened(index)
+        if self._served:
+            self._served.tighten(index)
+        else:
+            self._policy = self._policy.tightened(index)
 
     def keep_verified(self, new, patience_seconds=0.0):
-        if self._served is None:
-            return None
-        kept = self._served.keep(new, patience_seconds)
-        self._policy = self._served.policy
-        return kept
+        return self._served.keep(new, patience_seconds) if self._served else None
 
     def info(self):
         return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, False, self.policy.info(), {})
