@@ -111,10 +111,11 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Python's warnings would otherwise be lines of another format.
     logging.captureWarnings(True)
-    # uvicorn logs every step of start and stop, and the server logs these steps itself. Faiss logs which of
-    # its builds it does not find, which reads like a broken installation.
-    for logger in ("uvicorn.error", "faiss.loader"):
-        logging.getLogger(logger).setLevel(logging.WARNING)
+    # uvicorn logs every step of start and stop, and the server logs these steps itself. It also warns of each
+    # request that is no HTTP, which the metrics count: clients must not be able to fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # Faiss logs which of its builds it does not find, which reads like a broken installation.
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)
     # --access-log asks for these lines, whatever the level of the others.
     logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO)
 

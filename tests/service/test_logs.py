@@ -92,7 +92,8 @@ def test_json_lines_are_objects_with_time_level_logger_message_and_stack():
         except ValueError:
             logger.exception("loading failed")
         logging.getLogger("py.warnings").warning("deprecated")
-        logging.getLogger("uvicorn.error").warning("careful")
+        logging.getLogger("uvicorn.error").error("careful")
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")  # once for each
         logging.getLogger("uvicorn.error").info("a step of the start")
     said, failed, *others = lines(stream)
     assert datetime.fromisoformat(said.pop("time")).utcoffset() is not None
@@ -100,7 +101,7 @@ def test_json_lines_are_objects_with_time_level_logger_message_and_stack():
     assert "ValueError: broken\nfile" in failed["exception"]
     assert [(line["logger"], line["level"], line["message"]) for line in others] == [
         ("py.warnings", "warning", "deprecated"),
-        ("uvicorn.error", "warning", "careful"),
+        ("uvicorn.error", "error", "careful"),
     ]
 
 
