@@ -35,7 +35,8 @@ def kind_policies(draw):
     corners = sorted(draw(st.lists(similarities, max_size=3, unique=True)))
     damages = st.floats(0, 1)
     falling = sorted(draw(st.lists(damages, min_size=len(corners), max_size=len(corners))), reverse=True)
-    return KindPolicy(draw(st.floats(-2, 1.1)), tuple(corners), tuple(falling))
+    threshold = draw(st.just(1.0) | st.floats(-2, 1.1))
+    return KindPolicy(threshold, tuple(corners), tuple(falling))
 
 
 @st.composite
@@ -264,4 +265,6 @@ def test_budget_is_kept_at_its_bounds_and_by_no_unknown_floor():
     assert budget.kept_by(0.99, 0.98)
     assert not any(budget.kept_by(*bounds) for bounds in ((0.989, 0.98), (0.99, 0.979), (0.99, None)))
     assert Budget(Measure.COSINE, 0.99).kept_by(0.99, None)
+    assert Budget(Measure.COSINE, 0, floor=0.9).binds
+    assert not Budget(Measure.COSINE, 0).binds
     assert Budget(Measure.AGREEMENT, 0.9).harmed(np.array([1.0, 0.0, np.nan])).tolist() == [False, True, True]

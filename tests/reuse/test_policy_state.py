@@ -457,6 +457,12 @@ def test_steps_hold_at_the_next_start_although_other_machines_cannot_be_asked(tm
     assert again.policy == after(POLICY, [0])
     # The fidelities wait for the other machines.
     assert again.keep({}).windows == ()
+    now = Window(0, Band.USUAL, steps=1)
+    served.shared = Mock(change=lambda _, change: change(None))
+    assert served.keep({now: [0.1]}).windows == ((now, (0.1,)),)
+    of_another_policy = b'{"steps":{"groups":[0],"limit":0},"windows":[]}'
+    served.shared = Mock(change=lambda _, change: change(of_another_policy))
+    assert served.keep({}) is None
 
 
 @pytest.mark.parametrize(
