@@ -114,7 +114,7 @@ class Circuit:
         """Note that there was an answer."""
         self._opens_until = self.open_seconds = 0.0
         if self.is_away:
-            self.is_away = self._is_trying = False
+            self.is_away = False
             logger.info("the shared store %s can be used again", self._address)
 
 

@@ -10,26 +10,20 @@ from service.errors import SharedUnavailable
 from service.settings.cluster import SharedAddress
 from service.shared.client import Circuit, Client, is_of_another_type
 
-# What another program has put under a key is no value.
-_REMOVE_ANOTHER_TYPE = """
+# The value of a key is compared and changed without another machine in between, in one round trip. What
+# another program has put under the key is no value, and is replaced.
+_COMPARE_AND_SET = """
 local found = redis.pcall('GET', KEYS[1])
 if type(found) == 'table' then
     if not string.find(found.err, 'WRONGTYPE') then return found end
-    redis.call('DEL', KEYS[1])
     found = false
 end
-"""
-# The value of a key is compared and changed without another machine in between, in one round trip.
-_COMPARE_AND_SET = (
-    _REMOVE_ANOTHER_TYPE
-    + """
 if (ARGV[1] == '') == (found ~= false) or (found and found ~= ARGV[2]) then return 0 end
 if ARGV[3] == '' then redis.call('DEL', KEYS[1])
 elseif ARGV[5] == '' then redis.call('SET', KEYS[1], ARGV[4])
 else redis.call('SET', KEYS[1], ARGV[4], 'PX', ARGV[5]) end
 return 1
 """
-)
 _PATIENCE_SECONDS = 0.25
 # `count` looks at so many keys at most, in so many questions.
 _LOOKED, _LOOKS = 1000, 10
@@ -62,7 +56,7 @@ class SharedStore:
         self._client, self._prefix, self._on_failure = client, f"attncache:{prefix}:", on_failure
 
     async def get(self, key: str, seconds: float | None = None) -> bytes | None:
-        """See Store. What another program has put there is removed."""
+        """See Store. What another program has put there is no value."""
         name = self._prefix + key
 
         async def question(server: Any) -> bytes | None:
@@ -73,8 +67,6 @@ class SharedStore:
             except Exception as error:
                 if not is_of_another_type(error):
                     raise
-                # Not the value that another machine may have stored there meanwhile.
-                await server.register_script(_REMOVE_ANOTHER_TYPE)([name])
                 return None
             return found
 

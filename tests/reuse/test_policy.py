@@ -17,6 +17,7 @@ from attncache_core.reuse.maps.policy import (
     KindPolicy,
     LengthGroup,
     ReusePolicy,
+    Steps,
     StrangenessLimit,
     uniform_policy,
 )
@@ -35,7 +36,8 @@ def kind_policies(draw):
     corners = sorted(draw(st.lists(similarities, max_size=3, unique=True)))
     damages = st.floats(0, 1)
     falling = sorted(draw(st.lists(damages, min_size=len(corners), max_size=len(corners))), reverse=True)
-    return KindPolicy(draw(st.floats(-2, 1.1)), tuple(corners), tuple(falling))
+    threshold = draw(st.just(1.0) | st.floats(-2, 1.1))
+    return KindPolicy(threshold, tuple(corners), tuple(falling))
 
 
 @st.composite
@@ -169,6 +171,8 @@ def test_names_give_the_range_of_lengths_of_each_group_and_info_its_thresholds(p
             assert policy.group_index(int(last) + 1) == index + 1
     tighter = policy.tightened(0)
     told = tighter.info().groups
+    assert all(group.reuses for group in told)
+    assert not any(group.reuses for group in policy.switched_off().info().groups)
     assert [group.lengths for group in told] == policy.names()
     assert [group.tightened for group in told] == [1] + [0] * (len(told) - 1)
     assert told[-1].threshold == {
@@ -179,7 +183,7 @@ def test_names_give_the_range_of_lengths_of_each_group_and_info_its_thresholds(p
 @given(groups(), st.floats(-2, 2))
 def test_one_threshold_for_all_keeps_the_curves_and_drops_the_budget(group, threshold):
     policy = ReusePolicy(BUDGET, (group, replace(group, longest=70)))
-    same = policy.with_threshold(threshold)
+    same = replace(policy, budget=replace(BUDGET, floor=0.9)).with_threshold(threshold)
     assert same.budget == Budget(BUDGET.measure, 0.0)
     for before, after in zip(policy.groups, same.groups, strict=True):
         kinds = {kind: replace(of_kind, threshold=threshold) for kind, of_kind in before.kinds.items()}
@@ -259,9 +263,25 @@ def test_limit_comes_half_as_near_to_the_usual_strangeness_and_the_sixth_step_le
     assert StrangenessLimit(strangest=0.1, usual=0.9).one_step_tighter().strangest == 0.1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Steps((0,), -1),
+        lambda: ReusePolicy(BUDGET, uniform_policy(BUDGET, 1.0).groups * 2),
+        lambda: KindPolicy(1.0, (0.5,), (math.inf,)),
+        lambda: StrangenessLimit(strangest=1.0, usual=math.nan),
+    ],
+)
+def test_numbers_that_no_calibration_writes_are_refused(make):
+    with pytest.raises(ValueError, match=r"loosened|must rise|not a finite number"):
+        make()
+
+
 def test_budget_is_kept_at_its_bounds_and_by_no_unknown_floor():
     budget = Budget(Measure.COSINE, 0.99, floor=0.98)
     assert budget.kept_by(0.99, 0.98)
     assert not any(budget.kept_by(*bounds) for bounds in ((0.989, 0.98), (0.99, 0.979), (0.99, None)))
     assert Budget(Measure.COSINE, 0.99).kept_by(0.99, None)
+    assert Budget(Measure.COSINE, 0, floor=0.9).binds
+    assert not Budget(Measure.COSINE, 0).binds
     assert Budget(Measure.AGREEMENT, 0.9).harmed(np.array([1.0, 0.0, np.nan])).tolist() == [False, True, True]

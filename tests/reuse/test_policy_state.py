@@ -452,11 +452,17 @@ def test_steps_hold_at_the_next_start_although_other_machines_cannot_be_asked(tm
     served = ServedPolicy(tmp_path, POLICY)
     served.shared = Mock(change=Mock(side_effect=OSError("nobody answers")))
     served.tighten(0)
-    assert served.keep({FIRST: [0.1]}) is None
+    now = Window(0, Band.USUAL, steps=1)
+    assert served.keep({now: [0.1]}) is None
     again = ServedPolicy(tmp_path, POLICY)
     assert again.policy == after(POLICY, [0])
     # The fidelities wait for the other machines.
     assert again.keep({}).windows == ()
+    served.shared = Mock(change=lambda _, change: change(None))
+    assert served.keep({now: [0.1]}).windows == ((now, (0.1,)),)
+    of_another_policy = b'{"steps":{"groups":[0],"limit":0},"windows":[]}'
+    served.shared = Mock(change=lambda _, change: change(of_another_policy))
+    assert served.keep({}) is None
 
 
 @pytest.mark.parametrize(

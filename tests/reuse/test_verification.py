@@ -158,6 +158,7 @@ def test_budget_of_1_allows_for_rounding_only():
 @given(values=st.lists(st.one_of(st.just(math.nan), st.floats(-1, 1)), min_size=1, max_size=200))
 def test_budget_that_does_not_bind_is_always_kept(values):
     assert find_shortfall(values, NONE) is None
+    assert find_shortfall([-1.0] * 200, NONE) is None
 
 
 def test_reason_names_what_failed():

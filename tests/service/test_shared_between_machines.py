@@ -210,6 +210,9 @@ async def test_error_of_the_event_loop_about_a_closed_connection_is_one_of_the_s
     with pytest.raises(SharedUnavailable, match="there is no connection"):
         await stores._client.ask(question)
     assert stores.circuit.is_away
+    stores.circuit._opens_until = float("inf")
+    with pytest.raises(SharedUnavailable, match="did not answer before"):
+        await stores._client.ask(question)
     await stores.close()
 
 
@@ -217,16 +220,20 @@ async def test_error_of_a_question_that_is_given_up_is_reported_to_nobody(valkey
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.05)
     stores = store.SharedStores(SharedAddress.parse(valkey.url), lambda _: None)
 
+    given_up = []
+
     async def question(_server):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
+            given_up.append(True)
             raise RuntimeError("the handler is closed") from None
 
     with pytest.raises(SharedUnavailable, match="there is no answer in time"):
         await stores._client.ask(question)
     await asyncio.sleep(0)
     gc.collect()
+    assert given_up
     assert "never retrieved" not in caplog.text
     await stores.close()
 
@@ -414,8 +421,7 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
         tight = bad.map_reuse.policy
         assert other.verified == []
         valkey.kill()
-        await until(lambda: other.map_reuse.reuse_off)
-        assert other.map_reuse.policy == tight.switched_off()
+        await until(lambda: other.map_reuse.policy == tight.switched_off())
         assert "cannot be read or written" in other.map_reuse.reuse_off[0]
         # An empty store learns again what the servers know.
         valkey.start()
@@ -446,6 +452,19 @@ async def test_server_that_verifies_nothing_learns_findings_also_if_the_store_wa
         second.tighten(0)
         second.keep_verified({})
         await until(lambda: first.policy == second.policy)
+
+
+async def test_change_that_another_machine_interrupts_is_made_again(valkey):
+    shared = findings.FindingsOfAll(SharedAddress.parse(valkey.url))
+
+    def count(known):
+        if known is None:
+            valkey.ask("SET", "attncache:findings:policy", "1")
+        return b"%d" % (int(known or 0) + 1)
+
+    shared.change("policy", count)
+    assert valkey.ask("GET", "attncache:findings:policy") == b"2"
+    shared.close()
 
 
 async def test_engines_of_a_server_ask_for_findings_over_one_connection_which_ends_with_the_server(
@@ -504,6 +523,21 @@ async def test_prefix_of_another_machine_is_given_exactly_and_other_names_belong
         assert valkey.ask("KEYS", "attncache:kv:*") == []
     for engine in (first, second, other):
         engine.close()
+
+
+async def test_block_stays_for_its_time_and_all_blocks_are_cleared_and_nothing_else(valkey):
+    shared = blocks.SharedBlocks(SharedAddress.parse(valkey.url))
+    shared.put("a", b"value", 60)
+    assert 30_000 < valkey.ask("PTTL", "attncache:kv:a") <= 60_000
+    assert shared.contains("a")
+    shared.remove("a")
+    assert not shared.contains("a")
+    valkey.ask(
+        "MSET", "another", "", *(part for number in range(3000) for part in (f"attncache:kv:{number}", ""))
+    )
+    shared.clear()
+    assert valkey.ask("KEYS", "*") == [b"another"]
+    shared.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen", "full", "damaged", "another", "a list"])
@@ -656,6 +690,18 @@ async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_cras
         assert "older histories" not in caplog.text
         _check_shared(Settings(shared=valkey.url))
     assert ("older histories" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("maxmemory", "policy", "is_told"),
+    [("0", "allkeys-lru", True), ("1gb", "volatile-lru", True), ("1gb", "allkeys-lru", False)],
+)
+async def test_start_warns_of_a_store_that_may_refuse_blocks(tmp_path, caplog, maxmemory, policy, is_told):
+    with running_valkey(tmp_path, "--maxmemory", maxmemory, "--maxmemory-policy", policy) as valkey:
+        _check_shared(Settings(shared=valkey.url, shared_uses="sessions"))
+        assert "set a maxmemory" not in caplog.text
+        _check_shared(Settings(shared=valkey.url))
+    assert ("set a maxmemory" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("answer", [{}, {"save": "", "appendonly": "yes"}])

@@ -13,6 +13,7 @@ from forked import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Clock, until
+from valkey import exceptions
 from valkeys import running_valkey
 
 from service.access.quotas import Quotas, QuotaUse
@@ -491,4 +492,7 @@ def test_store_is_asked_again_soon_after_one_failure_and_ever_later_after_many(c
     assert not circuit.is_away
     circuit.failed("there is no connection")
     clock.seconds += 0.3
+    assert circuit.may_ask()
+    circuit.note(exceptions.ReadOnlyError("READONLY"))  # an answer, although a refusal
+    assert not circuit.is_away
     assert circuit.may_ask()

@@ -216,6 +216,14 @@ def test_hits_that_a_looser_policy_let_hit_tighten_nothing_more():
     serve_and_verify(engine, verifier_of(engine, metrics), ["bad"] * 4 + ["odd, bad"] * 4)
     assert engine.map_reuse.policy == LIMITED.tightened(0)
     assert numbers(metrics)[(FAILURES,)] == 1
+    # A batch that ran while the policy was tightened.
+    engine = mixed_engine()
+    verifier, requests = verifier_of(engine, metrics), requests_of(engine, ["bad"] * 8)
+    before, result = verifier.policy, engine.run(requests)
+    engine.map_reuse.tighten(0)
+    verifier.offer(requests, result, before)
+    verify_all(verifier)
+    assert engine.map_reuse.policy == LIMITED.tightened(0)
 
 
 def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only():

@@ -49,8 +49,7 @@ def test_thread_that_hangs_is_not_hidden_by_threads_that_work():
 
     def is_stuck_beside_other_batches():
         with watchdog.watching():
-            pass
-        return watchdog.condition is Condition.STUCK
+            return watchdog.condition is Condition.STUCK
 
     wait_until(is_stuck_beside_other_batches)
     may_end.set()
