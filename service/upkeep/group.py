@@ -209,12 +209,15 @@ def _awaited(asked: bytes | None) -> Commands:
 
 
 def _runs(process: bytes | int | None) -> bool:
-    """Return whether a worker runs, by the id of its process. One that is stopped, or hangs, runs too."""
+    """Return whether a worker runs, by the id of its process. One that is stopped, or hangs, runs too.
+
+    A process of another user has the id of a worker that has ended.
+    """
     if process is None:
         return False
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 

@@ -215,6 +215,7 @@ def test_server_that_verifies_nothing_adopts_the_steps_of_another_and_writes_not
     other.tighten(0)
     other.keep_verified({})
     written = (folder / "tightened.json").stat()
+    other.keep_verified({FIRST: [1.0]})  # of a looser policy, so there is nothing to write
     quiet.tighten(1)
     for _ in range(2):
         quiet.adopt_findings()
@@ -222,7 +223,8 @@ def test_server_that_verifies_nothing_adopts_the_steps_of_another_and_writes_not
     assert caplog.text.count("another server has found the policy of the database too loose") == 1
     assert (folder / "tightened.json").stat() == written
     searched = quiet.search
-    other.keep_verified({FIRST: [1.0]})
+    other.keep_verified({replace(FIRST, steps=1): [1.0]})
+    assert (folder / "tightened.json").stat() != written
     quiet.adopt_findings()  # other content, and no other step
     (folder / "tightened.json").unlink()
     quiet.adopt_findings()

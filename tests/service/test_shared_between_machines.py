@@ -421,7 +421,8 @@ async def test_findings_hold_on_all_machines_and_maps_are_off_while_the_store_is
         tight = bad.map_reuse.policy
         assert other.verified == []
         valkey.kill()
-        await until(lambda: other.map_reuse.policy == tight.switched_off())
+        await until(lambda: other.map_reuse.reuse_off)
+        assert other.map_reuse.policy == tight.switched_off()
         assert "cannot be read or written" in other.map_reuse.reuse_off[0]
         # An empty store learns again what the servers know.
         valkey.start()

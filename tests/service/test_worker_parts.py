@@ -347,8 +347,18 @@ async def test_worker_keeps_its_locks_while_it_waits_for_its_own_verification(tm
         await group.close()
 
 
-async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_asks_of_all(tmp_path):
+async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_asks_of_all(
+    tmp_path, monkeypatch
+):
     store, done = LocalStore(), []
+    look_for = os.kill
+
+    def of_another_user(process, signal):
+        if not process:
+            raise PermissionError
+        look_for(process, signal)
+
+    monkeypatch.setattr(os, "kill", of_another_user)
 
     async def obey(command):
         done.append(command["what"])
@@ -360,6 +370,7 @@ async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_ask
     commands = {
         "name": {"what": "warm", "from": "another", "process": os.getpid()},
         "old": {"what": "drop", "from": "killed", "process": killed.pid},
+        "older": {"what": "drop", "from": "killed before", "process": 0},
     }
     await store.put("asked", json.dumps(commands).encode())
     await group._do(obey)

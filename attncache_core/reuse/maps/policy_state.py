@@ -213,7 +213,7 @@ class ServedPolicy:
 def merge_tightened(
     folder: Path, calibrated: ReusePolicy, new: Tightened, patience_seconds: float = 0.0
 ) -> Tightened | None:
-    """Add a server's findings to DIR/tightened.json, and return the findings of all servers.
+    """Add a server's findings to DIR/tightened.json if there are any, and return the findings of all servers.
 
     calibrated: the policy from which steps are counted. new: the server's steps, and the fidelities that the
     server has not added yet. Returns None, and changes nothing, if another process holds the lock for longer
@@ -226,9 +226,10 @@ def merge_tightened(
             return None
         policies = _read(path)
         merged = _findings(policies, calibrated, path).merged(new)
-        content = _File(1, {**policies, calibrated.digest: merged})
-        remove_unfinished(folder, path.name)
-        write_whole(path, orjson.dumps(content))
+        # Servers on several machines exchange findings every few seconds, and mostly have no new ones.
+        if policies.get(calibrated.digest) != merged:
+            remove_unfinished(folder, path.name)
+            write_whole(path, orjson.dumps(_File(1, {**policies, calibrated.digest: merged})))
         return merged
 
 
