@@ -2,8 +2,9 @@
 
 The command line imports this module before torch: so SIGTERM and Ctrl+C end `attncache serve` with code 0
 while modules are imported, which takes seconds, and SIGHUP is not lost. Other commands keep what these
-signals do by default. Standard streams that are closed become /dev/null: a connection would get their
-descriptors. Characters that the encoding of the terminal lacks, such as θ in Latin-1, are printed as \\u03b8.
+signals do by default, but Ctrl+C during the imports shows one line and no traceback. Standard streams that
+are closed become /dev/null: a connection would get their descriptors. Characters that the encoding of the
+terminal lacks, such as θ in Latin-1, are printed as \\u03b8.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import stat
 import sys
 import threading
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,13 @@ def _finish_logs(reason: str | None) -> None:
             stream.flush()
 
 
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("attncache: stopped", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os._exit(0)
 
@@ -64,6 +72,9 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 # Whether SIGHUP only asks to read files again, and ends nothing: nohup started this process.
 IGNORES_HANGUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 early_hangups: list[int] = []  # that arrived before the server had its own handlers
+
+# While modules are imported, no command is there yet to say that it was stopped.
+sys.excepthook = _show_uncaught
 
 # The server has its own handlers as soon as it has something to finish.
 if sys.argv[1:2] == ["serve"]:

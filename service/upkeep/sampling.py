@@ -104,7 +104,7 @@ class Sampling:
                 try:
                     self._sample(root)
                 except OSError as error:
-                    self._pause(error)
+                    self._pause(error, root)
         except BaseException as error:
             log_failure(logger, "sampling ended", error)
             self.state.problem = "sampling ended by an internal error"
@@ -146,11 +146,13 @@ class Sampling:
             self._drop(sampler.unsynced)
             raise
 
-    def _pause(self, error: OSError) -> None:
+    def _pause(self, error: OSError, root: Path) -> None:
         """Drop what waits, and wait before the next try."""
         problem = f"texts cannot be sampled: {error.strerror or type(error).__name__}"
         if problem != self.state.problem:
-            logger.error("%s; the server goes on without, and tries again every minute", problem)
+            logger.error(
+                "%s (%s); the server goes on without, and tries again every minute", problem, root / "sample"
+            )
         self.state.problem = problem
         self._ended.wait(_RETRY_SECONDS)
         self._drop(sum(len(part) for answered in self._take() for part in answered.parts))

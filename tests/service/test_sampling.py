@@ -146,6 +146,7 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
         assert "attncache_sample_dropped_texts_total 0.0" not in (await client.get("/metrics")).text
     (line,) = [record for record in caplog.records if "cannot be sampled" in record.message]
     assert line.levelno == logging.ERROR
+    assert str(root / "sample") in line.message
 
 
 async def test_sampling_goes_on_in_the_next_database_when_the_present_one_is_set_aside(tmp_path, monkeypatch):

@@ -277,17 +277,27 @@ def test_standard_streams_that_are_closed_become_dev_null(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "number", "code"),
-    [("serve", signal.SIGTERM, 0), ("serve", signal.SIGINT, 0), ("embed", signal.SIGTERM, -signal.SIGTERM)],
+    ("command", "module", "number", "code", "shown"),
+    [
+        ("serve", "torch", signal.SIGTERM, 0, b""),
+        ("serve", "torch", signal.SIGINT, 0, b""),
+        ("embed", "torch", signal.SIGTERM, -signal.SIGTERM, b""),
+        ("embed", "click", signal.SIGINT, -signal.SIGINT, b"attncache: stopped\n"),
+        ("embed", "torch", signal.SIGINT, 130, b"attncache: stopped\n"),
+    ],
 )
-def test_signal_during_the_imports_ends_the_server_with_0_and_others_as_usual(command, number, code):
+def test_signal_during_the_imports_ends_the_server_with_0_and_others_as_usual(
+    command, module, number, code, shown
+):
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW_IMPORTS, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SLOW_IMPORTS.replace("torch", module), command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as started:
         assert started.stdout.readline() == b"importing\n"
         started.send_signal(number)
         _, logged = started.communicate(timeout=60)
-    assert (started.returncode, logged) == (code, b"")
+    assert (started.returncode, logged) == (code, shown)
 
 
 def test_database_that_is_refused_after_the_start_is_one_line_and_exit_code_2(start, tmp_path):
