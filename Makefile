@@ -30,8 +30,9 @@ quick: .venv/installed-with-test
 
 install: .venv/installed
 
-# The server's tests with the oldest and with the newest versions of the packages whose private names are used.
+# Tests with the oldest versions of all dependencies, and with the newest uvicorn, whose private names are used.
 versions: .venv/installed-with-test
+	$(PIP) --quiet uv
 	.venv/bin/python tests/versions.py $(PIP_ARGUMENTS)
 
 # Wheels for both platforms, in dist/, and their tests. The libraries in them need no certain version of Python.
