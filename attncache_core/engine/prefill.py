@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import overload
 
@@ -139,8 +140,8 @@ class PrefillEngine:
         if not isinstance(database, AttentionDatabase | None):
             raise TypeError("database must be what AttentionDatabase.open(folder) returns")
         for name, number in (("threads", threads), ("max_tokens", max_tokens)):
-            if number is not None and number < 1:
-                raise InvalidInput(f"{name} must be at least 1", field=name)
+            if number is not None and not (isinstance(number, Integral) and number >= 1):
+                raise InvalidInput(f"{name} must be an integer of at least 1", field=name)
         if classifier and checkpoint.labels:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
         if database and strategy:

@@ -33,7 +33,7 @@ def limit_threads(threads: int | None = None) -> int:
     long.
     """
     processors = available_processors()
-    count = min(threads or processors, processors)
+    count = int(min(threads or processors, processors))  # torch takes no integer of NumPy
     torch.set_num_threads(count)
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
     faiss.omp_set_num_threads(count)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.corpus.reading import neighbours
-from service.access.keys import KeyRing, namespace_of
+from service.access.keys import KeyRing, key_ring, namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Body, Text
@@ -68,10 +68,9 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
     except NoKeyValues as error:
         raise _refused(f"has no effect: {error}") from error
     started = logged = time.monotonic()
-    has_keys = settings.api_keys is not None or settings.api_key is not None
-    names = KeyRing(settings.api_keys, settings.api_key).names if has_keys else None
+    keys = key_ring(settings)
     for number, line in lines:
-        _require_key(line, names, f"{settings.warm}, line {number}")
+        _require_key(line, keys, f"{settings.warm}, line {number}")
     chosen = [_chosen(engine, line, settings, f"{settings.warm}, line {number}") for number, line in lines]
     done = 0
     for batch in neighbours(chosen, lambda each: each.tokens, settings.max_batch_tokens):
@@ -107,11 +106,11 @@ def _json_line(line: str, where: str) -> WarmLine:
     return read
 
 
-def _require_key(line: WarmLine, names: Sequence[str] | None, where: str) -> None:
-    """Refuse a line that would be warmed for nobody. names: of all API keys; None: the server has no keys."""
-    if names is None and line.key is not None:
+def _require_key(line: WarmLine, keys: KeyRing | None, where: str) -> None:
+    """Refuse a line that would be warmed for nobody. keys: None if the server has no API keys."""
+    if keys is None and line.key is not None:
         raise _refused(f'{where}: leave out "key", because the server has no API keys')
-    if names is not None and line.key not in names:
+    if keys is not None and line.key not in keys.names:
         raise _refused(f'{where}: give as "key" the name of an API key of this server')
 
 

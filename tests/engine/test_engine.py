@@ -266,7 +266,8 @@ def test_sequence_that_is_longer_than_the_distances_of_a_model_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("device", "tpu"), ("dtype", "int8"), ("threads", 0), ("max_tokens", 0)]
+    ("field", "value"),
+    [("device", "tpu"), ("dtype", "int8"), ("threads", 0), ("threads", 1.5), ("max_tokens", 0)],
 )
 def test_option_of_loading_that_is_not_accepted_is_refused(tiny_checkpoint, field, value):
     with pytest.raises(InvalidInput, match=f"{field} must be") as refused:

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import faiss
+import numpy as np
 import pytest
 import torch
 from core_models import prefill
@@ -51,7 +52,7 @@ def blas_threads() -> set[int]:
 
 
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (3, 3), (999, 8)])
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (np.int64(3), 3), (999, 8)])
 def test_torch_and_faiss_get_the_same_limit_and_numpys_products_one_thread(threads, expected):
     with threadpool_limits(2, user_api="blas"):
         assert blas_threads() == {2}
