@@ -53,6 +53,13 @@ class UnverifiableEngine(FakeEngine):
         return super().run(requests)
 
 
+class EngineWithoutFullOutputs(FakeEngine):
+    """Computes nothing finite without reuse."""
+
+    def run(self, requests):
+        return replace(super().run(requests), finite=np.array([request.reuse for request in requests]))
+
+
 def hitting_engine(damage=0.0):
     return FakeEngine(stored=AnyText(), damage=damage)
 
@@ -77,6 +84,12 @@ def test_given_random_generator_chooses_the_hits(seed, rate, count):
     serve_and_verify(engine, verifier, texts)
     oracle = random.Random(seed)
     assert verified_texts(engine) == [text for text in texts if oracle.random() < rate]
+
+
+def test_hits_whose_full_output_is_not_finite_fail_the_budget():
+    engine = EngineWithoutFullOutputs(stored=AnyText())
+    serve_and_verify(engine, verifier_of(engine, Metrics()), [f"text {number}" for number in range(40)])
+    assert engine.map_reuse.policy.groups[0].tightened
 
 
 def test_pending_hit_keeps_its_own_output_and_not_those_of_the_batch():

@@ -372,7 +372,8 @@ async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_ask
         "old": {"what": "drop", "from": "killed", "process": killed.pid},
         "older": {"what": "drop", "from": "killed before", "process": 0},
     }
-    await store.put("asked", json.dumps(commands).encode())
+    of_itself = {"itself": {"what": "pin", "from": group.process, "process": os.getpid()}}
+    await store.put("asked", json.dumps(commands | of_itself).encode())
     await group._do(obey)
     assert done == []
     group.is_serving = True
@@ -382,4 +383,4 @@ async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_ask
     assert await store.get("done/name/1") == b"answer"
     # What a worker has asked that was killed is not kept by those that ask later.
     await group._change_commands(lambda kept: kept)
-    assert json.loads(await store.get("asked")) == {"name": commands["name"]}
+    assert json.loads(await store.get("asked")) == {"name": commands["name"]} | of_itself

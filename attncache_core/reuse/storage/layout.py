@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def segment_path(folder: Path, length: int) -> Path:
     return folder / "maps" / f"{length:05d}.maps"
 
 
-@cache
+@lru_cache(maxsize=64)
 def triangle(length: int) -> torch.Tensor:
     """Return the index of each number of a packed map in the flat square map [L * L], int64 [cells]."""
     rows, columns = torch.tril_indices(length, length)
