@@ -293,6 +293,7 @@ def test_signal_during_the_imports_ends_the_server_with_0_and_others_as_usual(
         [sys.executable, "-c", SLOW_IMPORTS.replace("torch", module), command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     ) as started:
         assert started.stdout.readline() == b"importing\n"
         started.send_signal(number)
