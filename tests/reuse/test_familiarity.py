@@ -226,22 +226,25 @@ def test_unfamiliar_texts_are_computed_in_full_unless_they_are_recorded(
     assert set(prefill(engine, others, reuse=False).outcomes) == {Outcome.NOT_SEARCHED}
 
 
-def test_raising_the_limit_only_adds_hits(tiny_checkpoint, tiny_corpus, strict):
-    _, others = texts_of(tiny_corpus)
+def test_raising_the_limit_only_adds_hits_and_recorded_texts_hit_with_any(
+    tiny_checkpoint, tiny_engine, tiny_corpus, strict
+):
+    texts, others = texts_of(tiny_corpus)
+    sequences = [*tiny_engine.tokenize(texts), *others]
 
     def served(strangest):
         limit = StrangenessLimit(strangest, 0.0)
-        policy = replace(strict.search.policy, limit=limit)
+        policy = replace(strict.search.policy.with_threshold(-9.0), limit=limit)
         database = replace(strict, search=replace(strict.search, policy=policy))
         engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-        result = prefill(engine, others)
+        result = prefill(engine, sequences)
         return {index for index, outcome in enumerate(result.outcomes) if outcome.is_hit}, result.strangeness
 
-    before: set[int] = set()
+    before = set(range(len(texts)))
     for strangest in (0.0, 0.001, 0.01, 0.1, 1.0, 100.0):
         hits, strangeness = served(strangest)
         assert before <= hits
         before = hits
-    assert before
+    assert len(before) > len(texts)
     # A text exactly at the limit hits.
     assert served(float(strangeness[list(before)].max()))[0] == before
