@@ -44,7 +44,8 @@ def run(resolution: str, packages: Sequence[str], tests: Sequence[str]) -> int:
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(folder), "--upgrade"]
     subprocess.run([*uv, "--resolution", resolution, *sys.argv[1:], *packages], check=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
-    return subprocess.run([sys.executable, "-m", "pytest", *tests], cwd=ROOT, env=environment).returncode
+    pytest = [sys.executable, "-m", "pytest", "--numprocesses", "auto", "--dist", "loadfile", *tests]
+    return subprocess.run(pytest, cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":
