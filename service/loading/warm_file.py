@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.corpus.reading import neighbours
-from service.access.keys import KeyRing, key_ring, namespace_of
+from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Body, Text
@@ -68,9 +68,6 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
     except NoKeyValues as error:
         raise _refused(f"has no effect: {error}") from error
     started = logged = time.monotonic()
-    keys = key_ring(settings)
-    for number, line in lines:
-        _require_key(line, keys, f"{settings.warm}, line {number}")
     chosen = [_chosen(engine, line, settings, f"{settings.warm}, line {number}") for number, line in lines]
     done = 0
     for batch in neighbours(chosen, lambda each: each.tokens, settings.max_batch_tokens):
@@ -106,15 +103,14 @@ def _json_line(line: str, where: str) -> WarmLine:
     return read
 
 
-def _require_key(line: WarmLine, keys: KeyRing | None, where: str) -> None:
-    """Refuse a line that would be warmed for nobody. keys: None if the server has no API keys."""
-    if keys is None and line.key is not None:
-        raise _refused(f'{where}: leave out "key", because the server has no API keys')
-    if keys is not None and line.key not in keys.names:
-        raise _refused(f'{where}: give as "key" the name of an API key of this server')
-
-
 def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: str) -> Chosen:
+    has_keys = settings.api_keys is not None or settings.api_key is not None
+    if has_keys != (line.key is not None):
+        remedy = "give" if has_keys else "leave out"
+        raise _refused(
+            f'{where}: {remedy} "key", the name of an API key, because the server has '
+            f"{'' if has_keys else 'no '}API keys"
+        )
     salt = (namespace_of(line.key) if line.key is not None else b"") + (line.salt or "").encode()
     try:
         if line.template is not None:

@@ -78,8 +78,9 @@ class Settings(
         if self.shared is None:
             self._refuse(("shared_uses",), "without --shared; give both or none")
         uses = set(self.shared_uses.split(","))
+        names_some = uses != set(SHARED_USES)  # all of them are the default
         for use, switch in _SWITCHES_OF_USES:
-            if use in uses < set(SHARED_USES) and not getattr(self, switch):
+            if names_some and use in uses and not getattr(self, switch):
                 raise refused(f"--shared-uses {use} has no effect with --no-{switch}; leave one of them out")
         if not self.sample:
             self._refuse(_OF_SAMPLE, "without --sample; give both or none")

@@ -701,13 +701,12 @@ async def test_operator_warms_for_a_key(folder, file):
 
 
 async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, file, tmp_path):
-    named, unnamed, unknown = (tmp_path / name for name in ("named.jsonl", "unnamed.txt", "unknown.jsonl"))
+    named, unnamed = tmp_path / "named.jsonl", tmp_path / "unnamed.txt"
     named.write_text('{"text": "the bank was closed today", "key": "two"}\n', encoding="utf-8")
     unnamed.write_text("the bank was closed today\n", encoding="utf-8")
-    unknown.write_text('{"text": "the bank", "key": "too"}\n', encoding="utf-8")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
-    for path, keys in ((named, None), (unnamed, file), (unknown, file)):
-        with pytest.raises(InvalidSettings, match=r'line 1: (give as|leave out) "key"'):
+    for path, keys in ((named, None), (unnamed, file)):
+        with pytest.raises(InvalidSettings, match=r'line 1: (give|leave out) "key"'):
             warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
     warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
     async with serving(engine, api_keys=file) as client:

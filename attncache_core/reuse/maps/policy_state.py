@@ -213,8 +213,9 @@ class ServedPolicy:
 def merge_tightened(
     folder: Path, calibrated: ReusePolicy, new: Tightened, patience_seconds: float = 0.0
 ) -> Tightened | None:
-    """Add a server's findings to DIR/tightened.json if there are any, and return the findings of all servers.
+    """Add a server's findings to DIR/tightened.json, and return the findings of all servers.
 
+    The file is written only if its content changes.
     calibrated: the policy from which steps are counted. new: the server's steps, and the fidelities that the
     server has not added yet. Returns None, and changes nothing, if another process holds the lock for longer
     than `patience_seconds`. Raises CorruptDatabase if the file cannot be read, and OSError if the file cannot
