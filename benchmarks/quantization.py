@@ -80,7 +80,9 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Name
         megabytes.append((tensor_bytes() - before) / 1e6)
     times = np.array([milliseconds(models, shape, options.rounds, options.threads) for shape in SHAPES])
     random = np.random.default_rng(0)
-    sequences = [random.integers(2000, 20000, random.integers(8, 40)).tolist() for _ in range(64)]
+    sequences: Sequence[Sequence[int]] = [
+        random.integers(2000, 20000, random.integers(8, 40)).tolist() for _ in range(64)
+    ]
     if texts:
         sequences = TextTokenizer(checkpoint).tokenize(texts, truncate=True)
     expected = embeddings(models["float32"], sequences)

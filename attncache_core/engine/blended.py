@@ -36,7 +36,7 @@ from attncache_core.reuse.blend.chunks import (
     deviations,
 )
 from attncache_core.reuse.blend.given import GivenChunks
-from attncache_core.reuse.blend.loading import Speeds
+from attncache_core.reuse.blend.loading import ratio_beside_loading
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.store import KeyValueStore
@@ -200,8 +200,9 @@ def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tok
     transfers = store.transfers
     if not loaded or transfers is None or not transfers.load_speed * transfers.prefill_speed:
         return again
-    speeds = Speeds(store.layout.token_bytes, transfers.load_speed, transfers.prefill_speed)
-    return replace(again, ratio=speeds.ratio(again.ratio, loaded, tokens))
+    load_seconds = store.layout.token_bytes * loaded / transfers.load_speed
+    ratio = ratio_beside_loading(again.ratio, load_seconds, transfers.prefill_speed, tokens)
+    return replace(again, ratio=ratio)
 
 
 def _kept(

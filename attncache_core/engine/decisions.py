@@ -1,34 +1,38 @@
-"""What the outputs of an engine decide, and between which labels.
+"""What the outputs of an engine decide, and between which labels; and how well a document answers a query.
 
 classes of the checkpoint     logits are the model's own
 a classifier on embeddings    logits are the classifier's
 labels of a decoder           logits of the labels' tokens behind a template
+pairs, by a single class      a cross-encoder's logit -> sigmoid, or the logit itself
+pairs, by two labels          logit of the second label minus logit of the first -> sigmoid (the softmax)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 import torch
 
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Activation, Checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE, LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
-from attncache_core.heads.decisions import LETTERS
+from attncache_core.heads.decisions import LETTERS, class_scores
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.prompts import Prompt
 from attncache_core.text.tokenizer import TextTokenizer
 
 
 class Decisions:
-    """Turns outputs into logits of labels."""
+    """Turns outputs into logits of labels, and into scores of pairs if the model is made for pairs."""
 
     def __init__(
         self,
@@ -182,3 +186,72 @@ class Decisions:
         rows = torch.from_numpy(np.ascontiguousarray(outputs))
         logits: np.ndarray = head.token_logits(rows, tokens).cpu().numpy()
         return logits
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the model scores pairs.
+
+        It does if it has a single class, or if two labels are scored in a template of pairs.
+        """
+        if self._checkpoint.task == "classify":
+            return len(self._checkpoint.classes) == 1
+        labels = self.label_tokens
+        return labels is not None and len(labels.labels) == 2 and self._checkpoint.template.is_for_pairs
+
+    def require_pairs(self) -> None:
+        """Raise InvalidInput unless the model scores pairs."""
+        if not self.scores_pairs:
+            raise InvalidInput(
+                "the model scores no pairs of query and document: this needs a model with a single class, or "
+                "a decoder with task label-logits, two labels, and a template with {query} and {document}",
+                field="model",
+            )
+
+    def pair_prompt(self, instruction: str | None = None) -> Prompt:
+        """Return the prompt in which pairs are tokenised.
+
+        instruction: replaces the template's instruction; None: keeps it. Raises InvalidInput if the model
+        scores no pairs, if its template holds no instruction, or if the instruction leaves no room.
+        """
+        self.require_pairs()
+        labels = self.label_tokens
+        if instruction is None:
+            return labels.prompt if labels else self._tokenizer.default_prompt
+        template = self._checkpoint.template.instructed(instruction)
+        prompt = self._tokenizer.prompt(template, field="instruction")
+        return self.labels_in(template).prompt if labels else prompt
+
+    def pair_logits(
+        self, outputs: np.ndarray, log_probabilities: Sequence[np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Return a logit for each pair, float32 [pairs], from the results of `run`.
+
+        outputs, log_probabilities: of all sequences of the pairs. For two labels, the logit is the difference
+        of their logits. Raises InvalidInput if the model scores no pairs.
+        """
+        self.require_pairs()
+        if self.label_tokens is None:
+            single: np.ndarray = outputs[:, 0]
+            return single
+        both = self.label_logits(self.label_tokens, outputs, log_probabilities)
+        difference: np.ndarray = both[:, 1] - both[:, 0]
+        return difference
+
+    def pair_scores(
+        self,
+        outputs: np.ndarray,
+        log_probabilities: Sequence[np.ndarray] | None = None,
+        activation: Activation | None = None,
+    ) -> np.ndarray:
+        """Return a score for each pair, float32 [pairs], from the results of `run`; higher is better.
+
+        activation: "sigmoid" for scores between 0 and 1, "identity" for logits; None: as the checkpoint's
+        configuration says, which is what sentence-transformers' CrossEncoder returns. Other arguments and
+        errors: see `pair_logits`; InvalidInput also for another activation.
+        """
+        if activation not in (None, *get_args(Activation)):
+            raise InvalidInput("activation must be sigmoid or identity", field="activation")
+        logits = self.pair_logits(outputs, log_probabilities)
+        if (activation or self._checkpoint.activation) == "identity":
+            return logits
+        return class_scores(logits, multi_label=True)

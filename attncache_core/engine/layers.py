@@ -148,12 +148,12 @@ def stack_outputs(
     stack, outputs_of = model.stack, model.compiled_outputs
     assert stack is not None
     assert outputs_of is not None
-    pooled, counts = stack.vectors(rows, threads, records, slots, hidden)
-    if not outputs_of.finishes:
-        return pooled.vectors, pooled.finite, counts.attention_seconds
-    with one_thread():
-        outputs = outputs_of.of_vectors(torch.from_numpy(pooled.vectors)).numpy()
-    return outputs, pooled.finite & np.isfinite(outputs).all(axis=1), counts.attention_seconds
+    outputs, finite, counts = stack.vectors(rows, threads, records, slots, hidden)
+    if outputs_of.finishes:
+        with one_thread():
+            outputs = outputs_of.of_vectors(torch.from_numpy(outputs)).numpy()
+        finite &= np.isfinite(outputs).all(axis=1)
+    return outputs, finite, counts.attention_seconds
 
 
 def first_input(model: PackedModel, batch: TokenBatch) -> torch.Tensor:

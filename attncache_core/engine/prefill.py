@@ -26,7 +26,6 @@ from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.loading import load_parts, map_reuse_of
-from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
 from attncache_core.engine.runner import RunCounter, Runner
@@ -77,7 +76,6 @@ class PrefillEngine:
     runs: RunCounter = field(default_factory=RunCounter)
     # Made of the parts above.
     decisions: Decisions = field(init=False)
-    pair_scores: PairScores = field(init=False)
     blending: Blending = field(init=False)
     runner: Runner = field(init=False)
     # Reasons why reuse is off although a database is set; empty if reuse is on.
@@ -91,7 +89,6 @@ class PrefillEngine:
         made = {
             "reuse_off": self.map_reuse.reuse_off if self.map_reuse else [],
             "decisions": decisions,
-            "pair_scores": PairScores(self.checkpoint, decisions, self.tokenizer),
             "blending": Blending(self.key_values, self.key_values_off, decisions.label_tokens),
             "runner": Runner(
                 self.model,
@@ -153,16 +150,13 @@ class PrefillEngine:
         count = limit_threads(threads)
         if database:
             strategy = map_reuse_of(database, checkpoint)
-        parts = load_parts(checkpoint, strategy, dtype, resolve_device(device), max_tokens, key_values)
-        if database:
-            database.require_width(parts.model.hidden_size)
-        engine = cls(
-            checkpoint,
-            threads=count,
-            classifier=classifier,
-            share_prefixes=share_prefixes,
-            **parts._asdict(),
+        model, tokenizer, compute_dtype, opened, off = load_parts(
+            checkpoint, strategy, dtype, resolve_device(device), max_tokens, key_values
         )
+        if database:
+            database.require_width(model.hidden_size)
+        loaded = checkpoint, model, tokenizer, compute_dtype
+        engine = cls(*loaded, count, strategy, classifier, share_prefixes, opened, off)
         if classifier and engine.dimensions:
             classifier.require_width(engine.dimensions)
         engine._measure_prefill()
@@ -329,18 +323,18 @@ class PrefillEngine:
     ) -> np.ndarray:
         """Return how well each document answers a query, float32 [documents]; higher is better.
 
-        instruction, activation: see PairScores.prompt and PairScores.scores. A pair that is too long is cut.
-        Raises InvalidInput if the model scores no pairs, and NotFinite with the index of the first document
-        whose score is not finite.
+        instruction, activation: see Decisions.pair_prompt and Decisions.pair_scores. A pair that is too long
+        is cut. Raises InvalidInput if the model scores no pairs, and NotFinite with the index of the first
+        document whose score is not finite.
         """
-        prompt = self.pair_scores.prompt(instruction)
+        prompt = self.decisions.pair_prompt(instruction)
         if not (documents := list_of(documents, "documents")):
             return np.zeros(0, np.float32)
         sequences = self.tokenize([(query, document) for document in documents], prompt=prompt)
         result = self.run(self.requests(sequences, prompt, self.decisions.label_tokens))
         plans = len(prompt.sequence_plans)
         require_finite(result.finite.reshape(-1, plans), "documents")
-        return self.pair_scores.scores(result.outputs, result.log_probabilities, activation)
+        return self.decisions.pair_scores(result.outputs, result.log_probabilities, activation)
 
     def requests(
         self,

@@ -5,8 +5,10 @@ PrefillEngine.run -> PrefillResult of a batch -> rows of one request -> joined w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -155,13 +157,6 @@ def joined(parts: Sequence[PrefillResult], places: Sequence[Sequence[int] | np.n
 
 def _added(reports: Sequence[BatchReport]) -> BatchReport:
     added = [report for report in reports if report is not _NO_REPORT]
-    if len(added) < 2:
-        return added[0] if added else _NO_REPORT
-    return BatchReport(
-        sum(report.tokens for report in added),
-        sum(report.forward_seconds for report in added),
-        sum(report.attention_seconds for report in added),
-        sum(report.search_seconds for report in added),
-        sum(report.corrupt_records for report in added),
-        tuple(chain.from_iterable(report.lost_lengths for report in added)),
-    )
+    if not added:
+        return _NO_REPORT
+    return BatchReport(*(reduce(operator.add, column) for column in zip(*added, strict=True)))

@@ -19,7 +19,7 @@ from torch.nn import functional
 from attncache_core import native
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.native import compiled_off, products, rows
+from attncache_core.native import compiled_off, products
 from attncache_core.native.products import MIN_SCALE, MatrixKind, PackedMatrix, quantize_rows
 
 # Number of inputs that share a step size in 4 bits.
@@ -68,7 +68,7 @@ class Int8WeightOnlyLinear(PackedLinear):
     def weight(self) -> torch.Tensor:
         """See PackedLinear."""
         if library := _library(self._levels):
-            return rows.unpack_8_bits(library, self._levels, self._scales, self._dtype)
+            return products.unpack_8_bits(library, self._levels, self._scales, self._dtype)
         return (self._levels * self._scales[:, None]).to(self._dtype)
 
 
@@ -107,7 +107,7 @@ class Int4Linear(PackedLinear):
     def weight(self) -> torch.Tensor:
         """See PackedLinear."""
         if library := _library(self._levels):
-            unpacked = rows.unpack_4_bits(library, self._levels, self._steps, self.inputs, self._dtype)
+            unpacked = products.unpack_4_bits(library, self._levels, self._steps, self.inputs, self._dtype)
         else:
             levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
             steps, least = self._steps.float()[..., None].unbind(dim=2)

@@ -1,6 +1,7 @@
-"""Python binding of products.h: weights packed for the kernel, and products of rows with them.
+"""Python binding of products.h and rows.h: weights packed for the kernel, and products of rows with them.
 
 PackedMatrix(weight, bias)  ->  multiply(x, ...)     activation(x @ weight.T + bias) + residual
+levels of 8 or 4 bits       ->  unpack_8_bits, unpack_4_bits
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attncache_core.native.memory import aligned
 # The activations and their numbers in rows.h.
 ACTIVATION_NUMBERS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_UNPACK_8_BITS, _UNPACK_4_BITS = range(2)
 # The signed 8-bit levels in use are -127 to 127.
 MAX_LEVEL = 127
 # The smallest scale. A row of zeros has this scale, because scales are divisors.
@@ -70,6 +72,16 @@ class _Normalizers(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "x", "largest", "sums")),
         *((name, ctypes.c_int64) for name in ("x_row", "rows")),
         *((name, ctypes.c_int32) for name in ("type", "threads")),
+    )
+
+
+class _Rows(ctypes.Structure):
+    """The structure `rows_job` of rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("levels", "scales", "steps", "result")),
+        *((name, ctypes.c_int64) for name in ("rows", "width")),
+        *((name, ctypes.c_int32) for name in ("pass_", "type", "threads", "chunk", "next")),
     )
 
 
@@ -237,3 +249,35 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     levels = (x * (MAX_LEVEL / largest)).round_().to(torch.int8)
     largest += largest - largest  # 0, or NaN
     return levels, largest[:, 0] / MAX_LEVEL
+
+
+def unpack_8_bits(
+    library: ctypes.CDLL, levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return levels * scales, [rows, n] of `dtype`; levels: int8 [rows, n], scales: float32 [rows]."""
+    result = torch.empty(levels.shape, dtype=dtype)
+    _run_rows(library, result, pass_=_UNPACK_8_BITS, levels=levels.data_ptr(), scales=scales.data_ptr())
+    return result
+
+
+def unpack_4_bits(
+    library: ctypes.CDLL, levels: torch.Tensor, steps: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return level * step + minimum for each element, [rows, width] of `dtype`.
+
+    levels: uint8 [rows, groups, 16], for groups of 32 elements: element i in the low four bits, element
+    i + 16 in the high four bits. steps: bfloat16 [rows, groups, 2], the step and minimum of each group.
+    The last group may extend beyond the row.
+    """
+    result = torch.empty((len(levels), width), dtype=dtype)
+    _run_rows(library, result, pass_=_UNPACK_4_BITS, levels=levels.data_ptr(), steps=steps.data_ptr())
+    return result
+
+
+def _run_rows(library: ctypes.CDLL, result: torch.Tensor, **inputs: int) -> None:
+    """Run one pass. result: float32 or bfloat16 [rows, width], on the CPU like all tensors."""
+    job = _Rows(**inputs, result=result.data_ptr(), threads=torch.get_num_threads())
+    job.type, (job.rows, job.width) = _TYPES[result.dtype], result.shape
+    run = library.run_rows
+    run.argtypes, run.restype = [ctypes.c_void_p], None
+    run(ctypes.addressof(job))

@@ -100,22 +100,12 @@ class KeyValueSlots:
     # int32 [1], the number of layers whose given slots are filled, and one more once the given states are;
     # the stack waits for the others. None: everything is filled.
     ready: np.ndarray | None = None
-    # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
-    written: np.ndarray | None = None
     # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given
     # tokens up to their own position, and their kept slots are among the given ones. The root
     # starts behind all tokens.
     scattered: bool = False
     # Whether the slots of the rows in one layer are kept, and nothing else is computed.
     only: bool = False
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """The vectors of sequences."""
-
-    vectors: np.ndarray  # float32 [sequences, modes * width]
-    finite: np.ndarray  # bool [sequences], whether all states of the last layer and the vector are finite
 
 
 @dataclass
@@ -148,7 +138,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("refitted", "block_tokens")),
         *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept", "kept_rows", "kept_starts")),
         *((name, ctypes.c_int64) for name in ("kept_count", "slot_bytes", "layer_bytes")),
-        *((name, ctypes.c_void_p) for name in ("ready", "written")),
+        ("ready", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
         *((name, ctypes.c_void_p) for name in ("pooling", "tree_pooling")),
         *((name, ctypes.c_int64) for name in _RESULTS),
@@ -265,11 +255,13 @@ class CompiledStack:
         records: ReusedRecords = NO_RECORDS,
         slots: KeyValueSlots | None = None,
         hidden: torch.Tensor | None = None,
-    ) -> tuple[Pooled, Counts]:
+    ) -> tuple[np.ndarray, np.ndarray, Counts]:
         """Run all layers from the token ids of sequences, and pool. Trees need `rows.pooling`.
 
-        records, slots: see `run`. hidden: float32 [rows, width], to which the output of the last layer is
-        written; None: nobody reads it. Raises IndexError as `run` does.
+        Returns vectors, float32 [sequences, modes * width]; whether all states of the last layer and the
+        vector are finite, bool [sequences]; and what was computed. records, slots: see `run`. hidden: float32
+        [rows, width], to which the output of the last layer is written; None: nobody reads it. Raises
+        IndexError as `run` does.
         """
         assert self._layout.pooling is not None
         job = self._job_of(rows, range(len(self._layout.starts) - 1), threads, records, slots)
@@ -282,11 +274,11 @@ class CompiledStack:
             trees = _TreePooling.of(rows.pooling)
             job.tree_pooling, count = ctypes.addressof(trees), trees.count
         shape = count, self._layout.pooling.modes * self._width
-        pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
+        vectors, finite = np.empty(shape, np.float32), np.empty(count, np.bool_)
         pooling = PoolingFields.from_buffer_copy(self._layout.pooling)
-        pooling.write_to(pooled.vectors, pooled.finite, rows.skipped)
+        pooling.write_to(vectors, finite, rows.skipped)
         job.pooling = ctypes.addressof(pooling)
-        return pooled, self._run_job(job, rows)
+        return vectors, finite, self._run_job(job, rows)
 
     def _job_of(
         self,
@@ -361,8 +353,6 @@ class CompiledStack:
             job.kept_count = len(slots.kept)
         if slots.ready is not None:
             job.ready = address(slots.ready)
-        if slots.written is not None:
-            job.written = address(slots.written)
 
     def _set_records(self, job: _Job, rows: StackRows, records: ReusedRecords) -> None:
         assert rows.trees is None

@@ -115,14 +115,6 @@ def require_short(characters: int, max_tokens: int, field: str) -> None:
         raise no_room(max_tokens, field)
 
 
-def require_short_labels(labels: Sequence[str], max_tokens: int) -> None:
-    """Raise InvalidInput, which names the label, if a label can leave no room for an input."""
-    maximum = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens
-    for index, label in enumerate(labels):
-        if len(label) > maximum:
-            raise no_room(max_tokens, f"labels[{index}]")
-
-
 def require_few_label_tokens(tokens: int) -> None:
     """Raise InputTooLong if labels have too many tokens in total."""
     if tokens > _MAX_LABEL_TOKENS:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import chain, groupby, pairwise, takewhile
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.template import Template, Text
@@ -25,7 +25,6 @@ from attncache_core.text.limits import (
     require_few_label_tokens,
     require_fitting,
     require_short,
-    require_short_labels,
     shortened,
     too_long,
     too_many,
@@ -54,12 +53,12 @@ class TextTokenizer:
         Raises UnsupportedModel if the model folder has no tokenizer that can be used, and InvalidInput if the
         checkpoint's template leaves no room for a text.
         """
-        read = read_fast_tokenizer(checkpoint)
-        self._tokenizer, self._special, self._has_types = read.tokenizer, read.special, read.has_types
-        limits = checkpoint.max_tokens or read.max_tokens, checkpoint.position_limit, max_tokens
+        # The vocabulary is the number of token ids: the highest id that a text can have, plus one.
+        self._tokenizer, self._special, self.vocabulary, longest, self._has_types = read_fast_tokenizer(
+            checkpoint
+        )
+        limits = checkpoint.max_tokens or longest, checkpoint.position_limit, max_tokens
         self.max_tokens = int(min([_NO_LIMIT, *filter(None, limits)]))
-        # The number of token ids: the highest id that a text can have, plus one.
-        self.vocabulary = read.vocabulary
         # The number of them that the model accepts: the tokenizer of EmbeddingGemma has one more.
         rows = checkpoint.config.get("vocab_size")
         self.known_ids = min(self.vocabulary, rows) if isinstance(rows, int) else self.vocabulary
@@ -134,26 +133,6 @@ class TextTokenizer:
                 f"the text in front of {place} in template is no token of its own", field="template"
             )
         return front
-
-    @overload
-    def tokenize(
-        self,
-        texts: Iterable[str],
-        *,
-        truncate: bool,
-        prompt: Prompt | None = None,
-        max_total_tokens: int | None = None,
-    ) -> list[list[int]]: ...
-
-    @overload
-    def tokenize(
-        self,
-        texts: Iterable[Text],
-        *,
-        truncate: bool,
-        prompt: Prompt | None = None,
-        max_total_tokens: int | None = None,
-    ) -> Sequence[Sequence[int]]: ...
 
     def tokenize(
         self,
@@ -305,7 +284,8 @@ class TextTokenizer:
         # The template's prefix does not change the tokens of its suffix.
         before = self._any_text + template.suffix
         require_short(len(before), self.max_tokens, "template")
-        require_short_labels(labels, self.max_tokens)
+        for index, label in enumerate(labels):
+            require_short(len(label), self.max_tokens, f"labels[{index}]")
         require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
         tokenized = self._encoded(

@@ -326,7 +326,7 @@ def fastest(runs: Sequence[Run], inputs: Any) -> Run:
     return runs[int(np.argmin(best))]
 
 
-def calibration_sequences(checkpoint: Checkpoint) -> list[list[int]]:
+def calibration_sequences(checkpoint: Checkpoint) -> Sequences:
     """Return the tokens of 300 texts of the shipped corpus, taken at equal distances, so from all topics."""
     texts = [sentence.text for sentence in default_corpus()]
     chosen = [texts[number * len(texts) // _CALIBRATION_TEXTS] for number in range(_CALIBRATION_TEXTS)]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.types import Message
 
 from attncache_core import InvalidInput
-from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
+from attncache_core.reuse.blend.loading import Device, cheapest_device, cost_per_hour
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import KeyValueInfo, key_value_info
 from service.access.keys import namespace_of
@@ -402,7 +402,7 @@ def _device(info: KeyValueInfo, devices: str, planned: Mapping[str, float]) -> d
             ) from error
         found.append(Device(name, throughput, price))
     token_bytes = info.block_bytes // info.block_tokens
-    best, is_hidden = cheapest_device(found, Speeds(token_bytes, 0.0, speed))
+    best, is_hidden = cheapest_device(found, token_bytes, speed)
     tokens = (info.disk or info.memory).most_bytes // token_bytes
     cost = cost_per_hour(best, token_bytes, tokens)
     return {"name": best.path, "hides_loading": is_hidden, "cost": cost}

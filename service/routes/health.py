@@ -47,7 +47,7 @@ def _model_type(engine: PrefillEngine, info: EngineInfo) -> dict[str, Any]:
     if info.task == "embed":
         return {"embedding": {"pooling": "+".join(info.pooling or ())}}
     labels = info.labels
-    kind = "reranker" if engine.pair_scores.supported else "classifier"
+    kind = "reranker" if engine.decisions.scores_pairs else "classifier"
     return {
         kind: {
             "id2label": {str(number): label for number, label in enumerate(labels)},

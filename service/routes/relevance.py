@@ -69,10 +69,10 @@ async def relevance(call: Call, question: Question, *, raw: bool) -> Relevance:
     raw: return logits instead of scores between 0 and 1; embeddings have cosines in either case. Raises
     InvalidInput if the model is neither one of pairs nor one of embeddings, and as Batcher.submit.
     """
-    if call.engine.pair_scores.supported:
+    if call.engine.decisions.scores_pairs:
         return await _by_pairs(call, question, raw)
     if call.engine.checkpoint.task != "embed":
-        call.engine.pair_scores.require()
+        call.engine.decisions.require_pairs()
     if question.instruction is not None:
         raise InvalidInput(
             "instruction is accepted only by a model of pairs whose template holds an instruction",
@@ -110,7 +110,7 @@ async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
             result = await computed(
                 call,
                 source,
-                prompt=engine.pair_scores.prompt(question.instruction),
+                prompt=engine.decisions.pair_prompt(question.instruction),
                 labels=engine.decisions.label_tokens if is_default else None,
                 salt=question.salt,
             )
@@ -121,7 +121,7 @@ async def _by_pairs(call: Call, question: Question, raw: bool) -> Relevance:
             rename(error, "query")
         raise
     # In a thread, as in by_tokens: the model may be a decoder whose labels are scored.
-    logits = await asyncio.to_thread(engine.pair_scores.logits, result.outputs, result.log_probabilities)
+    logits = await asyncio.to_thread(engine.decisions.pair_logits, result.outputs, result.log_probabilities)
     return Relevance(logits, logits if raw else class_scores(logits, multi_label=True), result)
 
 

@@ -159,7 +159,7 @@ def test_cross_encoder_saved_by_sentence_transformers_is_a_classifier(tmp_path, 
 def test_model_without_a_single_class_scores_no_pairs(tmp_path):
     for labels in (None, ["a", "b"]):
         engine = load(write_model(tmp_path / str(labels), labels))
-        assert not engine.pair_scores.supported
+        assert not engine.decisions.scores_pairs
         with pytest.raises(InvalidInput, match="scores no pairs"):
             engine.rerank(QUERY, DOCUMENTS)
     # Its pairs have class logits all the same.
@@ -226,7 +226,7 @@ def test_qwen3_reranker_scores_as_its_model_card_does(qwen3, longest, instructio
 
 def test_documents_of_a_query_share_instruction_and_query(qwen3):
     engine = PrefillEngine.load(qwen3, dtype="float32", key_values=KeyValueOptions())
-    prompt = engine.pair_scores.prompt()
+    prompt = engine.decisions.pair_prompt()
     expected = qwen3_scores(qwen3.folder, QUERY, DOCUMENTS, 10_000)
 
     def tokens(query):
@@ -246,13 +246,13 @@ def test_documents_of_a_query_share_instruction_and_query(qwen3):
     instructed = shared([*tokens(QUERY), *tokens("how do I reset it")])
     assert (other.cached_tokens > instructed - BLOCK_TOKENS).all()
     for result in (first, again):
-        np.testing.assert_allclose(engine.pair_scores.scores(result.outputs), expected, atol=FLOAT32)
+        np.testing.assert_allclose(engine.decisions.pair_scores(result.outputs), expected, atol=FLOAT32)
 
 
 def test_labels_of_several_tokens_score_pairs_too(qwen3):
     checkpoint = replace(qwen3, labels=("never ever", "always"))
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert len(engine.pair_scores.prompt().sequence_plans) > 1
+    assert len(engine.decisions.pair_prompt().sequence_plans) > 1
     labels = engine.decisions.label_tokens
     sequences = engine.tokenize([(QUERY, text) for text in DOCUMENTS], prompt=labels.prompt)
     result = engine.run(engine.requests(sequences, labels.prompt, labels))

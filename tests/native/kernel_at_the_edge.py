@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from attncache_core.native import AttentionKernel, products
-from attncache_core.native.products import MatrixKind, PackedMatrix
-from attncache_core.native.rows import unpack_4_bits, unpack_8_bits
+from attncache_core.native.products import MatrixKind, PackedMatrix, unpack_4_bits, unpack_8_bits
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE, which the module mmap does not define

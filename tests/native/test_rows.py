@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_formulas import threads
 
-from attncache_core.native import rows
+from attncache_core.native import products
 from attncache_core.native.pooling import CompiledNorm, NativeNorm
 
 # The error of norms in float32, relative to the magnitude of the input; the largest error seen is 4e-6.
@@ -31,7 +31,7 @@ def test_8_bits_are_unpacked_as_torch_multiplies(kernel, shape, dtype, size, see
     torch.manual_seed(seed)
     levels = torch.randint(-128, 128, shape, dtype=torch.int8)
     scales = torch.rand(shape[0]) * size
-    found = rows.unpack_8_bits(kernel.library, levels, scales, dtype)
+    found = products.unpack_8_bits(kernel.library, levels, scales, dtype)
     assert torch.equal(found, (levels * scales[:, None]).to(dtype))
 
 
@@ -48,7 +48,7 @@ def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(kernel, shape, dtype, 
     groups = -(-shape[1] // 32)
     levels = torch.randint(256, (shape[0], groups, 16), dtype=torch.uint8)
     steps = (torch.randn(shape[0], groups, 2) * size).bfloat16()
-    found = rows.unpack_4_bits(kernel.library, levels, steps, shape[1], dtype)
+    found = products.unpack_4_bits(kernel.library, levels, steps, shape[1], dtype)
     # A level times a step is exact in float32, so a fused multiply-add makes no difference.
     assert torch.equal(found, unpacked_4_bits(levels, steps, shape[1]).to(dtype))
 
@@ -61,8 +61,8 @@ def test_number_of_threads_changes_nothing(kernel, dtype):
     found = []
     for count in (1, 2, 5):
         with threads(count):
-            eight = rows.unpack_8_bits(kernel.library, signed, scales, dtype)
-            found.append((eight, rows.unpack_4_bits(kernel.library, nibbles, steps, 99, dtype)))
+            eight = products.unpack_8_bits(kernel.library, signed, scales, dtype)
+            found.append((eight, products.unpack_4_bits(kernel.library, nibbles, steps, 99, dtype)))
     for other in found[1:]:
         assert all(torch.equal(left, right) for left, right in zip(found[0], other, strict=True))
 
@@ -79,9 +79,9 @@ def test_nothing_beyond_the_results_is_written(kernel, shape, dtype):
 
     groups = -(-shape[1] // 32)
     nibbles, steps = torch.zeros(shape[0], groups, 16).byte(), numbers((shape[0], groups, 2), torch.bfloat16)
-    with mock.patch.object(rows.torch, "empty", beside_canaries):
-        rows.unpack_8_bits(kernel.library, torch.ones(shape).char(), torch.ones(shape[0]), dtype)
-        rows.unpack_4_bits(kernel.library, nibbles, steps, shape[1], dtype)
+    with mock.patch.object(products.torch, "empty", beside_canaries):
+        products.unpack_8_bits(kernel.library, torch.ones(shape).char(), torch.ones(shape[0]), dtype)
+        products.unpack_4_bits(kernel.library, nibbles, steps, shape[1], dtype)
     assert len(made) == 2
     for whole in made:
         assert (whole[:32] == 77).all()

@@ -76,16 +76,17 @@ def test_vectors_and_kept_states_are_those_of_the_rows(stacks, texts, skipped, t
     stack_rows = StackRows(tree.offsets, positions, tree.trees, tree.starts, ids, ids % PLACES)
     hidden, _ = stack.run(None, stack_rows, ALL_LAYERS, threads=threads, slots=slots)
     skips = np.full(len(texts), skipped)
-    result, _ = stack.vectors(replace(stack_rows, skipped=skips, pooling=pooling), threads, slots=slots)
+    rows_to_pool = replace(stack_rows, skipped=skips, pooling=pooling)
+    found, finite, _ = stack.vectors(rows_to_pool, threads, slots=slots)
 
-    assert result.finite.all()
+    assert finite.all()
     before = np.array([fronts[count] for count in of_roots])
     last = tree.offsets[1:][ends] - 1
     of_trees = np.full(len(of_roots), skipped)
     expected = running_states(hidden.numpy(), tree, before, of_trees, np.concatenate([last, rows]))
     np.testing.assert_allclose(kept, expected[len(texts) :], rtol=1e-5, atol=1e-5)
     vectors = pooled(expected[: len(texts)], lengths, skips, modes)
-    np.testing.assert_allclose(result.vectors, vectors, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, vectors, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_without_rows_are_pooled_from_their_states(stacks):
@@ -96,10 +97,10 @@ def test_sequences_without_rows_are_pooled_from_their_states(stacks):
     none = nothing[1:]
     pooling = TreePooling(none, np.full(3, -1), lengths, addresses, none, none)
     rows = StackRows(nothing, none, nothing, none, none, skipped=skips, pooling=pooling)
-    found, counts = stacks[MODES].vectors(rows, 2)
-    assert found.finite.tolist() == [True, False, True]
+    vectors, finite, counts = stacks[MODES].vectors(rows, 2)
+    assert finite.tolist() == [True, False, True]
     assert counts.multiplications == 0
-    np.testing.assert_array_equal(found.vectors, pooled(states, lengths, skips, MODES))
+    np.testing.assert_array_equal(vectors, pooled(states, lengths, skips, MODES))
 
 
 @pytest.mark.parametrize("damaged", range(4))
@@ -116,7 +117,7 @@ def test_infinity_is_reported_for_the_sequences_that_contain_its_row(stacks, dam
     before = words[ids[damaged]].clone()
     words[ids[damaged]] = np.inf
     try:
-        found, _ = stack.vectors(rows, 1)
+        _, finite, _ = stack.vectors(rows, 1)
     finally:
         words[ids[damaged]] = before
-    assert found.finite.tolist() == [damaged not in (0, sequence) for sequence in range(1, 4)]
+    assert finite.tolist() == [damaged not in (0, sequence) for sequence in range(1, 4)]

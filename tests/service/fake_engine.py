@@ -155,12 +155,13 @@ class FakeEngine:
         self.verified = []  # the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
         self.may_run.set()
-        self.pair_scores = SimpleNamespace(supported=False, require=self._refuse_pairs)
         self.runs = threading.Semaphore(0)  # released when a batch begins that must wait for `may_run`
 
     @property
     def policy(self):
         return self.map_reuse.policy if self.map_reuse else None
+
+    scores_pairs = False
 
     def may_blend(self, *_):
         return False
@@ -285,7 +286,7 @@ class FakeEngine:
             key_values_off=self.key_values_off,
         )
 
-    def _refuse_pairs(self):
+    def require_pairs(self):
         raise InvalidInput("the model scores no pairs", field="model")
 
     def _outcome(self, text, reuse):

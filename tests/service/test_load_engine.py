@@ -112,7 +112,7 @@ def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_p
     checkpoint = read_checkpoint(write_model(tmp_path / "reranker", ["relevance"]))
     engine = engine_of(checkpoint, None, cache_dir=str(tmp_path / "cache"))
     assert engine.map_reuse is None
-    assert engine.pair_scores.supported
+    assert engine.decisions.scores_pairs
     assert not (tmp_path / "cache").exists()
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from attncache_core import InvalidInput, PrefillEngine, Template, class_scores, normalize
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.engine.pair_scores import PairScores
+from attncache_core.engine.decisions import Decisions
 
 BODIES = {
     "/": {"inputs": "a"},
@@ -191,8 +191,8 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
 
 async def test_better_document_comes_first_also_where_both_scores_are_1(tmp_path, monkeypatch):
     checkpoint = read_checkpoint(write_ms_marco_minilm(tmp_path))
-    logits = PairScores.logits
-    monkeypatch.setattr(PairScores, "logits", lambda *arguments: logits(*arguments) + 40)
+    logits = Decisions.pair_logits
+    monkeypatch.setattr(Decisions, "pair_logits", lambda *arguments: logits(*arguments) + 40)
     body = {"query": "a card", "texts": [f"{word} card" for word in ("help", "no", "this", "the", "my")]}
     async with serving(PrefillEngine.load(checkpoint, dtype="float32")) as client:
         found = (await client.post("/rerank", json=body)).json()

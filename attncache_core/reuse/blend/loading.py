@@ -15,31 +15,13 @@ from dataclasses import dataclass
 USUAL_RATIO = 0.15
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What loading and computing a token's keys and values takes, measured at the start."""
+def ratio_beside_loading(least: float, load_seconds: float, prefill_speed: float, tokens: int) -> float:
+    """Return the share of `tokens` tokens to compute again while others are loaded for `load_seconds`.
 
-    token_bytes: int  # of the keys and values of a token in all layers
-    load_bytes_per_second: float
-    prefill_tokens_per_second: float
-
-    def load_seconds(self, tokens: int) -> float:
-        """Return the time to load the keys and values of some tokens."""
-        return self.token_bytes * tokens / self.load_bytes_per_second
-
-    def recompute_seconds(self, ratio: float, tokens: int) -> float:
-        """Return the time to compute a share of some tokens again."""
-        return ratio * tokens / self.prefill_tokens_per_second
-
-    def ratio(self, least: float, loaded: int, tokens: int) -> float:
-        """Return the share of `tokens` tokens to compute again, of which `loaded` must be loaded.
-
-        It is the largest share that costs no time beside loading, but at least `least`.
-        """
-        if not tokens:
-            return least
-        equal = self.load_seconds(loaded) * self.prefill_tokens_per_second / tokens
-        return min(1.0, max(least, equal))
+    It is the largest share that costs no time beside loading, but at least `least`. prefill_speed: tokens
+    that are computed in a second.
+    """
+    return min(1.0, max(least, load_seconds * prefill_speed / tokens)) if tokens else least
 
 
 @dataclass(frozen=True)
@@ -52,17 +34,18 @@ class Device:
 
 
 def cheapest_device(
-    devices: Sequence[Device], speeds: Speeds, ratio: float = USUAL_RATIO
+    devices: Sequence[Device], token_bytes: int, prefill_speed: float, ratio: float = USUAL_RATIO
 ) -> tuple[Device, bool]:
     """Return the cheapest device from which loading takes no longer than computing a share again.
 
     If there is none, the fastest device. The second result says whether loading is hidden. Raises ValueError
-    without devices. speeds: the speed of loading in it is not used.
+    without devices. token_bytes: of the keys and values of a token in all layers. prefill_speed: tokens that
+    are computed in a second.
     """
     if not devices:
         raise ValueError("there is no device to choose from")
-    per_token = speeds.recompute_seconds(ratio, 1)
-    hidden = [device for device in devices if speeds.token_bytes / device.bytes_per_second <= per_token]
+    per_token = ratio / prefill_speed  # seconds
+    hidden = [device for device in devices if token_bytes / device.bytes_per_second <= per_token]
     if hidden:
         return min(hidden, key=lambda device: (device.cost_per_gb_hour, -device.bytes_per_second)), True
     return max(devices, key=lambda device: device.bytes_per_second), False

@@ -1,7 +1,6 @@
-"""Sizes of the key-value store: windows, capacity and its price.
+"""Sizes of the key-value store: capacity and its price.
 
-The symbols are those of CachedAttention: S_kv, C_mem, C_disk (section 3.3), DSpUT, CCpS, CCpUT and
-RCC (4.3.6).
+The symbols are those of CachedAttention: C_mem, C_disk (section 3.3), DSpUT, CCpS, CCpUT and RCC (4.3.6).
 """
 
 from __future__ import annotations
@@ -12,19 +11,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 
 _BYTES_PER_GB = 10**9
-
-
-def window_length(capacity_bytes: float, session_bytes: float) -> int:
-    """Return the number of sessions that fit into a capacity, at least 0.
-
-    This number is also the length of a look-ahead window, if `session_bytes` is the average size S_kv of a
-    session (section 3.3): C_mem / S_kv for prefetching, (C_mem + C_disk) / S_kv for eviction.
-
-    Raises ValueError if `session_bytes` is not positive.
-    """
-    if session_bytes <= 0:
-        raise ValueError(f"session_bytes must be positive, not {session_bytes}")
-    return max(0, int(capacity_bytes // session_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +48,9 @@ class CapacityPlan:
         return {
             **asdict(self),
             "session_bytes": session_bytes,
-            "memory_sessions": window_length(self.memory_bytes, session_bytes),
-            "disk_sessions": window_length(self.disk_bytes, session_bytes),
-            "sessions": window_length(capacity, session_bytes),
+            "memory_sessions": self.memory_bytes // session_bytes,
+            "disk_sessions": self.disk_bytes // session_bytes,
+            "sessions": capacity // session_bytes,
             "full_bytes": full_bytes,
             "capacity_ratio": capacity / full_bytes if full_bytes else None,
             "memory_cost": memory_cost,

@@ -52,10 +52,6 @@ class BlockPool:
         """Give back a place that was taken."""
         self._free.append(place)
 
-    def address(self, place: int) -> int:
-        """Return the address of a place's first slot."""
-        return self._first + place * self.layout.block_bytes
-
     def addresses(self, places: Sequence[int]) -> np.ndarray:
         """Return the address of each place's first slot, uint64 [places]."""
         found: np.ndarray = np.array(places, dtype=np.uint64) * np.uint64(self.layout.block_bytes)

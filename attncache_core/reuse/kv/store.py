@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
-from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import LookAhead
 from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
@@ -225,23 +224,20 @@ class KeyValueStore:
         """Take note of the sequences that wait for a batch, soonest first.
 
         Their blocks leave last, and saved blocks of the first sequences are fetched into memory, as far as
-        memory has room (CachedAttention, section 3.3).
+        memory has room (CachedAttention, section 3.3): of the soonest sequences, as many are looked at as fit
+        into memory, or into memory and disk, if all have the average size.
         """
         blocks = max(1, sum(len(sequence.names) for sequence in sequences) // max(1, len(sequences)))
         size = blocks * self.layout.block_bytes
         memory = self.memory.pool.places * self.layout.block_bytes
         disk = self._disk.most_bytes if self._disk else 0
-        window = sequences[: window_length(memory + disk, size)]
+        window = sequences[: (memory + disk) // size]
         keys = [name.key for names in names_once(window) for name in names]
         with self._changed:
             self.memory.expect(keys)
         self.expected = frozenset(keys)
         if self._loads_from_disk and self.transfers:
-            saved = [
-                sequence
-                for sequence in sequences[: window_length(memory, size)]
-                if self.lookup(sequence).disk
-            ]
+            saved = [sequence for sequence in sequences[: memory // size] if self.lookup(sequence).disk]
             self.transfers.prefetch([partial(self.fetch, sequence) for sequence in saved])
 
     def fetch(self, prefix_key: PrefixKey) -> None:

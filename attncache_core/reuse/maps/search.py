@@ -76,10 +76,6 @@ class SearchEngine(ReuseStrategy):
             reasons[allowed & (lengths == length)] = outcome_code(Outcome.SKIPPED_BY_COST)
         return reasons
 
-    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
-        return self.store.drop_lost(lengths)
-
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
         """Return the plan of a batch, as far as the tokens decide it; see ReuseStrategy.plan.
 

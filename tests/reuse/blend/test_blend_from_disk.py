@@ -12,7 +12,7 @@ from kv_models import assert_same, store_of
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended
 from attncache_core.reuse.blend.chunks import Recomputation
-from attncache_core.reuse.blend.loading import Speeds
+from attncache_core.reuse.blend.loading import ratio_beside_loading
 from attncache_core.reuse.kv.transfer import Loading
 
 LAYERS = 4
@@ -132,9 +132,9 @@ def test_a_slow_disk_raises_the_share_that_is_computed_again(model, open_store, 
     run_share(model, open_store(), chunks, query, 0.0)
     store = open_store()
     slow_loading(store)
-    speeds = Speeds(store.layout.token_bytes, store.transfers.load_speed, store.transfers.prefill_speed)
     free, loaded = 47 + 15, 32 + 48 + 16
-    ratio = speeds.ratio(least, loaded, free)
+    load_seconds = store.layout.token_bytes * loaded / store.transfers.load_speed
+    ratio = ratio_beside_loading(least, load_seconds, store.transfers.prefill_speed, free)
     assert ratio == pytest.approx(max(least, 0.5 * loaded / free))
     from_disk = run_share(model, store, chunks, query, least).blends[0]
     assert list(from_disk.rows) == [len(query) + count for count in Recomputation(ratio).counts(free, LAYERS)]

@@ -4,12 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.blend.loading import USUAL_RATIO, Device, Speeds, cheapest_device, cost_per_hour
+from attncache_core.reuse.blend.loading import (
+    USUAL_RATIO,
+    Device,
+    cheapest_device,
+    cost_per_hour,
+    ratio_beside_loading,
+)
+
+TOKEN_BYTES, PREFILL_SPEED = 2_000_000, 1000.0
 
 
 @pytest.mark.parametrize(
     ("load_speed", "least", "loaded", "tokens", "expected"),
-    [  # 2 MB per token; 1000 tokens are computed in a second
+    [
         (2e9, 0.15, 100, 100, 1.0),  # loading takes as long as computing everything
         (4e9, 0.15, 100, 100, 0.5),
         (4e9, 0.15, 50, 100, 0.25),  # the other half is in memory
@@ -24,8 +32,8 @@ from attncache_core.reuse.blend.loading import USUAL_RATIO, Device, Speeds, chea
 def test_the_share_is_the_largest_that_costs_no_time_and_at_least_what_quality_needs(
     load_speed, least, loaded, tokens, expected
 ):
-    speeds = Speeds(2_000_000, load_speed, 1000.0)
-    assert speeds.ratio(least, loaded, tokens) == pytest.approx(expected)
+    load_seconds = TOKEN_BYTES * loaded / load_speed
+    assert ratio_beside_loading(least, load_seconds, PREFILL_SPEED, tokens) == pytest.approx(expected)
 
 
 @given(
@@ -37,11 +45,11 @@ def test_the_share_is_the_largest_that_costs_no_time_and_at_least_what_quality_n
 def test_computing_the_share_again_takes_no_longer_than_loading_unless_quality_needs_it(
     least, loaded, more, load_speed
 ):
-    speeds, tokens = Speeds(2_000_000, load_speed, 1000.0), loaded + more
-    ratio = speeds.ratio(least, loaded, tokens)
+    load_seconds, tokens = TOKEN_BYTES * loaded / load_speed, loaded + more
+    ratio = ratio_beside_loading(least, load_seconds, PREFILL_SPEED, tokens)
     assert least <= ratio <= 1
     if ratio > least:
-        assert speeds.recompute_seconds(ratio, tokens) <= speeds.load_seconds(loaded) * (1 + 1e-9)
+        assert ratio * tokens / PREFILL_SPEED <= load_seconds * (1 + 1e-9)
 
 
 CHEAP = Device("/cheap", 1e9, 0.01)
@@ -65,16 +73,12 @@ FAST = Device("/fast", 100e9, 0.5)
     ],
 )
 def test_the_cheapest_device_that_hides_its_loading_is_chosen(devices, ratio, expected, is_hidden):
-    for present_speed in (1.0, 200e6, 1e15):  # does not matter
-        assert cheapest_device(devices, Speeds(2_000_000, present_speed, 1000.0), ratio) == (
-            expected,
-            is_hidden,
-        )
+    assert cheapest_device(devices, TOKEN_BYTES, PREFILL_SPEED, ratio) == (expected, is_hidden)
 
 
 def test_without_devices_there_is_nothing_to_choose():
     with pytest.raises(ValueError, match="no device"):
-        cheapest_device([], Speeds(2_000_000, 200e6, 1000.0))
+        cheapest_device([], TOKEN_BYTES, PREFILL_SPEED)
 
 
 @pytest.mark.parametrize(

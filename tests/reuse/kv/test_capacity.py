@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.kv.capacity import CapacityPlan, DistinctSessions, window_length
+from attncache_core.reuse.kv.capacity import CapacityPlan, DistinctSessions
 
 GB = 10**9
 SESSIONS = ("memory_sessions", "disk_sessions", "sessions")
@@ -22,17 +22,6 @@ def example_plan(**changes):
         "distinct_sessions": 3600,
     }
     return CapacityPlan(**(values | changes)).figures()
-
-
-@pytest.mark.parametrize(
-    ("capacity", "session", "length"),
-    [(10, 5, 2), (9.9, 5, 1), (4, 5, 0), (0, 5, 0), (-3, 5, 0), (10, 2.5, 4)],
-)
-def test_a_window_is_as_long_as_the_sessions_that_fit(capacity, session, length):
-    assert window_length(capacity, session) == length
-    for nothing in (0, -1):
-        with pytest.raises(ValueError, match="session_bytes"):
-            window_length(capacity, nothing)
 
 
 def test_a_plan_has_the_sessions_the_ratio_and_the_cost_of_the_paper():
