@@ -355,8 +355,7 @@ ENCODERS = {
     "camembert": Case(CamembertConfig, {"pad_token_id": 1}),
     "nomic-bert": Case(NomicBertConfig),
     "gte-without-types": Case(
-        GteConfig,
-        {"hidden_size": 48, "type_vocab_size": 0, "pad_token_id": 0, "rope_parameters": LINEAR},
+        GteConfig, {"hidden_size": 48, "type_vocab_size": 0, "pad_token_id": 0, "rope_parameters": LINEAR}
     ),
 }
 CASES = ENCODERS | DECODERS

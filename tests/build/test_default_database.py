@@ -10,11 +10,7 @@ import pytest
 
 from attncache_core.build import default
 from attncache_core.build.builder import build_database
-from attncache_core.build.default import (
-    _STAGE_BEGINS,
-    build_default_database,
-    share_done,
-)
+from attncache_core.build.default import _STAGE_BEGINS, build_default_database, share_done
 from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus

@@ -9,12 +9,7 @@ from core_models import random_sequences
 
 from attncache_core.calibration import probes as probes_module
 from attncache_core.calibration.probes import Probes, find_probes, measure, stored_batches, stored_maps
-from attncache_core.calibration.substitution import (
-    collect_maps,
-    probed,
-    substituted_outputs,
-    traced_forward,
-)
+from attncache_core.calibration.substitution import collect_maps, probed, substituted_outputs, traced_forward
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.maps.search import MOST_SIMILAR_OTHER

@@ -137,11 +137,7 @@ def modules(**paths):
         ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling median of .* is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": []}, "config.json names no pooling_mode; name one"),
-        (
-            "modules.json",
-            [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}],
-            "Dense",
-        ),
+        ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}], "Dense"),
         ("modules.json", [], "lists no module; list its modules, or remove the file"),
         ("modules.json", modules(Transformer=""), "has no Pooling"),
         ("modules.json", modules(Pooling="1_Pooling"), "in the order Pooling; supported are Transformer"),

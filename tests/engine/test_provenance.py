@@ -37,7 +37,7 @@ def test_every_way_of_use_variant_and_limit_has_its_own_fingerprint(tiny_checkpo
         for labels in ((), ("card", "bank"), ("bank", "card"))
     ]
     variants = [
-        *({"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"}),
+        *({"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"})
     ]
     ways += [find_variant(str(tiny_checkpoint.folder), **variant) for variant in variants]
     prints = {fingerprint(way) for way in ways} | {fingerprint(tiny_checkpoint, max_tokens=20)}

@@ -98,11 +98,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types .*full_attention, and sliding"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping .* must be positive"),
-        (
-            "gemma2",
-            {"final_logit_softcapping": -1.0},
-            "final_logit_softcapping .* must be positive",
-        ),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping .* must be positive"),
     ],
 )
 def test_settings_that_transformers_cannot_run_or_that_give_no_answers_are_refused(
@@ -139,11 +135,7 @@ def test_networks_without_width_are_refused(tmp_path, name, changes):
     ("name", "changes", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 99}, "must be 1 to 4.*is 99"),
-        (
-            "qwen3-moe-sparse-steps",
-            {"num_experts_per_tok": 0},
-            "must be 1 to 4.*is 0",
-        ),
+        ("qwen3-moe-sparse-steps", {"num_experts_per_tok": 0}, "must be 1 to 4.*is 0"),
         ("deepseek-v3", {"num_experts_per_tok": None}, "num_experts_per_tok .*is None"),
         ("deepseek-v3", {"n_group": None}, "n_group and topk_group in config.json are None"),
         ("deepseek-v3", {"n_group": 3, "topk_group": 1}, "must divide the 8 routed experts"),
@@ -217,11 +209,7 @@ def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguo
     ("labels", "changes", "message"),
     [
         (None, {"intermediate_size": 65}, r"layers\.0\.mlp\.down_proj\.weight of .* by config\.json$"),
-        (
-            ["a", "b", "c"],
-            {"id2label": {"0": "a", "1": "b"}},
-            r"score\.weight .* name all classes",
-        ),
+        (["a", "b", "c"], {"id2label": {"0": "a", "1": "b"}}, r"score\.weight .* name all classes"),
     ],
 )
 def test_weights_of_another_shape_than_the_configuration_says_are_named(tmp_path, labels, changes, message):

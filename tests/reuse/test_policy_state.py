@@ -373,10 +373,7 @@ def test_damaged_content_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        *(b'{"format_version": 2, "policies": {}}', b'{"policies": {}}'),
-        *(b"[" * 100_000, b'{"a":' * 100_000),
-    ],
+    [*(b'{"format_version": 2, "policies": {}}', b'{"policies": {}}'), *(b"[" * 100_000, b'{"a":' * 100_000)],
     ids=lambda content: content[:20],
 )
 def test_another_format_version_and_deep_nesting_are_refused(tmp_path, content):

@@ -45,11 +45,7 @@ def groups(tmp_path):
         (V1, {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
         (V1, {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "50000\n"}, 2),
         (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
-        (
-            V1,
-            {"cpu/docker/a/cpu.cfs_quota_us": "100000\n", "cpu/docker/a/cpu.cfs_period_us": "100000\n"},
-            1,
-        ),
+        (V1, {"cpu/docker/a/cpu.cfs_quota_us": "100000\n", "cpu/docker/a/cpu.cfs_period_us": "100000\n"}, 1),
     ],
 )
 def test_quota_of_processors_is_the_least_of_the_groups_of_the_process(groups, own, files, expected):
