@@ -222,6 +222,11 @@ def write_modules(
         folder / "config_sentence_transformers.json", prompts or {"prompts": {}, "default_prompt_name": None}
     )
 
+def update_json(path: Path, **entries: Any) -> None:
+    """Change these entries of the JSON object in a file, or add them."""
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
+
+
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -17,9 +17,9 @@ FLAGS = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weig
 ASKING = {"prompts": {"ask": "query : my", "other": "the"}, "default_prompt_name": "ask"}
 
 
-def texts(count=24, longest=40):
+def texts():
     random = np.random.default_rng(3)
-    return ["", *(random_text(random, int(random.integers(1, longest))) for _ in range(count))]
+    return ["", *(random_text(random, int(random.integers(1, 40))) for _ in range(24))]
 
 
 def assert_same_embeddings(checkpoint, sentences):
@@ -29,16 +29,10 @@ def assert_same_embeddings(checkpoint, sentences):
     np.testing.assert_allclose(ours, theirs, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_pooling_mode(tmp_path, mode):
-    pooling = {"pooling_mode": mode, "include_prompt": True}
-    folder = write_sentence_transformer(tmp_path, pooling, prompts=ASKING, normalize=False)
-    assert_same_embeddings(read_checkpoint(folder), texts()[1:])
-
-
 @pytest.mark.parametrize(
     "pooling",
     [
+        *({"pooling_mode": mode, "include_prompt": True} for mode in MODES),
         {"pooling_mode": ["max", "lasttoken", "cls"]},
         {"pooling_mode": list(MODES), "include_prompt": False},
         {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
@@ -46,9 +40,9 @@ def test_every_pooling_mode(tmp_path, mode):
         {"pooling_mode_mean_sqrt_len_tokens": True, "pooling_mode_mean_tokens": False},
         {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": False},
     ],
-    ids=lambda pooling: "+".join(map(str, pooling.get("pooling_mode", pooling))),
+    ids=str,
 )
-def test_several_modes_and_old_flags(tmp_path, pooling):
+def test_every_pooling_mode_several_modes_and_old_flags(tmp_path, pooling):
     folder = write_sentence_transformer(tmp_path, pooling, prompts=ASKING, normalize=False)
     assert_same_embeddings(read_checkpoint(folder), texts()[1:])
 

@@ -297,11 +297,8 @@ PAIRS = f"{SCORED}1\t{PRIVATE}\tx\n2\tx\tx\n"
 @pytest.mark.parametrize(
     ("kind", "content", "options", "words"),
     [
-        ("sts", f"rating\tsentence1\tsentence2\n1\t{PRIVATE}\tx\n", (), ("no column 'score'", "'rating'")),
         ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is not a number")),
         ("sts", SCORED, (), ("data.tsv has no pairs",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("data.tsv: all pairs have the same 'score'",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "has 2 columns, and the header has 3")),
         ("sts", PAIRS, ("--methods", "fast"), ("the methods are full", "'fast'")),
         ("sts", PAIRS, ("--rounds", "0"), ("--rounds",)),
         ("sts", PAIRS, ("--columns", "sentence1"), ("--columns must be two names",)),

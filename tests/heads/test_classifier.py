@@ -10,7 +10,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import normalize
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
-from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput, NotFinite
 
 DIMENSIONS = 12
@@ -188,11 +187,3 @@ def test_weights_of_another_shape_or_type_are_refused(tmp_path, changes):
     replace(fitted(), **changes).save(tmp_path)
     with pytest.raises(DatabaseRefused, match="cannot be read"):
         LinearClassifier.load(tmp_path)
-
-
-def test_model_of_another_pooling_is_another_model(tiny_checkpoint):
-    other = replace(tiny_checkpoint, pooling=Pooling(("cls",)))
-    assert other.fingerprint() == tiny_checkpoint.fingerprint()
-    classifier = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
-    with pytest.raises(DatabaseRefused):
-        PrefillEngine.load(other, classifier=classifier, dtype="float32")

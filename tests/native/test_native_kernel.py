@@ -155,11 +155,6 @@ def test_level_that_was_not_built_is_skipped(monkeypatch):
     assert [chosen.level if chosen else None] == (built[-1:] or [None])
 
 
-def test_without_built_libraries_there_is_no_kernel(monkeypatch):
-    monkeypatch.setattr(attention_kernel, "levels", lambda: ["never_built"])
-    assert chosen_kernel() is None
-
-
 @pytest.mark.parametrize(("compiled", "level"), [(SimpleNamespace(level="avx2"), "avx2"), (None, None)])
 def test_level_is_the_chosen_kernels(monkeypatch, compiled, level):
     monkeypatch.setattr(attention_kernel, "kernel", lambda: compiled)
