@@ -7,7 +7,7 @@ import pytest
 import torch
 from core_models import attention_by, needs_bfloat16, prefill, random_sequences
 from core_reference import FLOAT32
-from families import CASES, write_family
+from families import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
@@ -86,7 +86,7 @@ def test_blocks_of_one_layer_are_the_full_model(request, model):
 
 @pytest.mark.parametrize("family", ["mpnet", "gemma2"])
 def test_layers_with_other_scores_than_products_share_maps_without_the_kernel(tmp_path, family):
-    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    checkpoint = read_checkpoint(CASES[family].written(tmp_path))
     engine = shared_maps_engine(checkpoint, [range(LAYERS)], dtype="float32")
     sequences = random_sequences([12, 5, 12])
     with attention_by("operators"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_line import assert_one_line, run
 from core_decoders import write_llama
-from core_models import write_json, write_model
+from core_models import update_json, write_json, write_model
 from families import write_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
@@ -32,8 +32,7 @@ def folder(sound, tmp_path):
 
 def configured(folder, config):
     """Add these entries to config.json and return the folder."""
-    path = folder / "config.json"
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | config)
+    update_json(folder / "config.json", **config)
     return folder
 
 

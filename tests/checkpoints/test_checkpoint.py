@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_models import VOCABULARY, flip, write_json, write_model, write_sentence_transformer, write_tokenizer
+from core_models import (
+    VOCABULARY,
+    flip,
+    update_json,
+    write_json,
+    write_model,
+    write_sentence_transformer,
+    write_tokenizer,
+)
 from core_reference import FLOAT32
 from embedding_models import list_modules, write_dense
 from sentence_transformers import SentenceTransformer
@@ -29,10 +37,6 @@ from attncache_core.text.tokenizer import TextTokenizer
 def copied(tiny_checkpoint, tmp_path):
     """A copy of the tiny model's folder, for a test to change."""
     return shutil.copytree(tiny_checkpoint.folder, tmp_path / "copy")
-
-
-def changed(path, **entries):
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
 
 
 def test_sentence_transformers_folder_is_described_completely(tmp_path):
@@ -264,8 +268,7 @@ def test_cross_encoder_with_a_prompt_for_queries_is_refused(tmp_path):
 @pytest.mark.parametrize("limit", ["64", 0, -1, True])
 def test_limit_of_the_tokenizer_that_is_no_number_of_tokens_is_refused(tmp_path, limit):
     folder = write_model(tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer_config.json", settings | {"model_max_length": limit})
+    update_json(folder / "tokenizer_config.json", model_max_length=limit)
     with pytest.raises(UnsupportedModel, match=r"model_max_length in tokenizer_config\.json"):
         TextTokenizer(read_checkpoint(folder))
 
@@ -315,8 +318,8 @@ def test_weights_in_several_files_are_one_model_and_all_of_them_count(copied, ti
     [
         lambda folder: flip(folder / "model.safetensors", -1),
         lambda folder: write_tokenizer(folder, lowercase=False),
-        lambda folder: changed(folder / "config.json", layer_norm_eps=1e-5),
-        lambda folder: changed(folder / "config.json", hidden_act="relu"),
+        lambda folder: update_json(folder / "config.json", layer_norm_eps=1e-5),
+        lambda folder: update_json(folder / "config.json", hidden_act="relu"),
         lambda folder: (folder / "model.safetensors").rename(folder / "other.safetensors"),
     ],
     ids=["a-weight", "the-tokenizer", "the-norm", "the-activation", "the-name-of-the-weights"],
@@ -427,7 +430,7 @@ def reread(checkpoint):
 )
 def test_fingerprint_stays_when_the_same_model_is_saved_again(copied, entries):
     before = read_checkpoint(copied).fingerprint()
-    changed(copied / "config.json", **entries)
+    update_json(copied / "config.json", **entries)
     assert read_checkpoint(copied).fingerprint() == before
 
 

@@ -63,8 +63,7 @@ def test_batch_without_tokens_is_refused(tiny_engine, sequences):
 
 def test_text_without_a_token_is_refused_and_named(tmp_path):
     folder = write_llama(tmp_path)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer.json", tokenizer | {"post_processor": None})  # which adds <s>
+    update_json(folder / "tokenizer.json", post_processor=None)  # which adds <s>
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     with pytest.raises(InvalidInput, match="no token that the model knows; change this text") as refused:
         engine.embed(["my card", ""])
@@ -133,8 +132,7 @@ def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path
 )
 def test_names_that_are_not_those_of_all_classes_are_refused(tmp_path, names, message):
     folder = write_model(tmp_path, labels=LABELS)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", config | {"id2label": names, "num_labels": 3})
+    update_json(folder / "config.json", id2label=names, num_labels=3)
     with pytest.raises(UnsupportedModel, match=message):
         PrefillEngine.load(read_checkpoint(folder))
 

@@ -25,7 +25,7 @@ from core_models import (
     write_model,
     write_sentence_transformer,
 )
-from families import CASES, FULL, write_family
+from families import CASES, FULL
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,9 +70,8 @@ def engine(folder):
     return PrefillEngine.load(read_checkpoint(folder), dtype="float32")
 
 
-def finite(engine, texts, reuse=False):
-    sequences = engine.tokenize(texts)
-    return prefill(engine, sequences, reuse=reuse).finite.tolist()
+def finite(engine, texts):
+    return prefill(engine, engine.tokenize(texts), reuse=False).finite.tolist()
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
@@ -101,8 +100,7 @@ def test_exactly_the_texts_with_a_damaged_word_are_not_finite(
 
 @pytest.mark.parametrize("family", FULL)
 def test_every_kind_of_layer_reports_a_damaged_word(tmp_path, family):
-    case = CASES[family]
-    write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    CASES[family].written(tmp_path)
     words = {"?": np.nan, ":": np.inf, ".": -np.inf}
     for word, number in words.items():
         damage_weights(tmp_path, VOCABULARY.index(word), number)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from core_models import update_json
 from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import normalize
@@ -160,8 +161,7 @@ def test_classifier_that_cannot_be_read_is_refused(tmp_path, name, content):
 )
 def test_description_that_fits_no_classifier_is_refused(tmp_path, changes):
     fitted().save(tmp_path)
-    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
-    (tmp_path / "classifier.json").write_text(json.dumps(description | changes))
+    update_json(tmp_path / "classifier.json", **changes)
     with pytest.raises(DatabaseRefused, match="format version 3" if "format_version" in changes else None):
         LinearClassifier.load(tmp_path)
 

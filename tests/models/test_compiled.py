@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import attention_by, layers_output, random_sequences, random_text
-from families import CASES, FULL, write_family
+from families import CASES, FULL
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import pooled_by
@@ -40,9 +40,8 @@ any_lengths = st.lists(st.one_of(st.integers(1, 24), st.integers(25, LONGEST)), 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     case = CASES[request.param]
-    config = case.made()
-    config.max_position_embeddings = max(config.max_position_embeddings, LONGEST)
-    return write_family(tmp_path_factory.mktemp("models"), config, saved_as=case.saved_as)
+    positions = max(case.made().max_position_embeddings, LONGEST)
+    return case.written(tmp_path_factory.mktemp("models"), max_position_embeddings=positions)
 
 
 @pytest.fixture(scope="module", params=[None, Quantization.INT8])
@@ -74,7 +73,7 @@ def test_the_stack_computes_what_the_layers_compute_one_by_one(model, lengths, s
 @pytest.mark.parametrize("name", sorted({*FULL, *FAMILIES}))
 def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
     case = CASES[name]
-    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    checkpoint = read_checkpoint(case.written(tmp_path))
     projects = "embedding_size" in case.changes  # of DeBERTa, to the width of the layers
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(checkpoint, dtype)
@@ -104,7 +103,7 @@ def test_one_call_gives_the_outputs_of_the_layers_to_the_last_bit(model, lengths
 
 def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
     """C reads the tables without a check of its own."""
-    model = load_model(read_checkpoint(write_family(tmp_path, CASES["mpnet"].made())), torch.float32)
+    model = load_model(read_checkpoint(CASES["mpnet"].written(tmp_path)), torch.float32)
     tables = model.stack._layout.embedding
     layers = range(len(model.layers))
     rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), types=np.array([0, 0]))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import CLS, SEP, new_objects, prefill, random_sequences, write_json
+from core_models import CLS, SEP, new_objects, prefill, random_sequences, update_json, write_json
 from core_reference import reference_logits
 from families import CASES, DECODERS, FAMILIES, SIZES, write_family
-from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
+from transformers import AutoModel, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -27,9 +27,8 @@ ONE_OF_EACH = [name for name in FAMILIES if name in DECODERS]
 @pytest.mark.parametrize("name", [*FAMILIES, "modernbert-local-global"])
 def test_class_scores_in_a_batch_are_hugging_faces(tmp_path, name):
     case = CASES[name]
-    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), labels=["a", "b", "c"]))
+    engine = PrefillEngine.load(read_checkpoint(case.written(tmp_path, ["a", "b", "c"])), dtype="float32")
     sequences = random_sequences([9, 1, 30, 9, 66])
-    engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.checkpoint.task == "classify"
     assert engine.decisions.labels == ("a", "b", "c")
     found = torch.from_numpy(prefill(engine, sequences, reuse=False).outputs)
@@ -64,33 +63,23 @@ def test_sequence_that_ends_in_padding_is_refused_where_tokens_depend_on_later_o
     assert caught.value.field == "inputs[64]"
 
 
-LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    ("kind", "scaling"), [("dynamic", {"factor": 2.0}), ("longrope", {"factor": 2.0, **LONG})]
-)
-def test_angles_that_depend_on_the_batch_are_refused(tmp_path, kind, scaling):
-    rotary = {"rope_type": kind, "rope_theta": 100.0, **scaling}
-    checkpoint = read_checkpoint(write_family(tmp_path, LlamaConfig(**SIZES, rope_parameters=rotary)))
-    with pytest.raises(UnsupportedModel, match=f"type '{kind}' .*served are: default, linear") as caught:
-        load_model(checkpoint, torch.float32)
-    assert caught.value.field == "model"
-
-
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+# Their angles depend on the batch.
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+LONG |= LINEAR | {"rope_type": "longrope"}
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        (
-            "llama",
-            {"rope_parameters": LINEAR | {"partial_rotary_factor": 2.0}},
-            "16 dimensions, and rotate 8",
-        ),
+        ("llama", {"rope_parameters": DYNAMIC}, "type 'dynamic' .*served are: default, linear"),
+        ("llama", {"rope_parameters": LONG}, "type 'longrope' .*served are: default, linear"),
+        ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 2}}, "16 dimensions, and rotate 8"),
         ("llama", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "4 dimensions, and rotate 8"),
         ("gemma3", {"rope_parameters": LINEAR}, "ignores for the family gemma3_text; write"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
         ("llama", {"is_causal": None}, "is_causal in config.json is null"),
         ("modernbert-local-global", {"head_dim": 16}, "head_dim or partial_rotary_factor"),
         ("deepseek-v3", {"head_dim": 16}, "16 dimensions, and rotate 4 of a head"),
@@ -99,41 +88,6 @@ LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping .* must be positive"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping .* must be positive"),
-    ],
-)
-def test_settings_that_transformers_cannot_run_or_that_give_no_answers_are_refused(
-    tmp_path, name, changes, words
-):
-    case = CASES[name]
-    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    checkpoint = replace(read_checkpoint(folder), task="label-logits" if "final" in words else "embed")
-    with pytest.raises(UnsupportedModel, match=words) as refused:
-        load_model(checkpoint, torch.float32)
-    assert refused.value.field == "model"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("deepseek-v3", {"n_shared_experts": 0}),
-        ("qwen2-moe-dense-layer", {"shared_expert_intermediate_size": 0}),
-        ("bert", {"intermediate_size": 0}),
-    ],
-)
-def test_networks_without_width_are_refused(tmp_path, name, changes):
-    case = CASES[name]
-    folder = write_family(
-        tmp_path, replace(case, changes=case.changes | changes).made(), saved_as=case.saved_as
-    )
-    with pytest.raises(UnsupportedModel, match=r"gives the weight .* a width of 0"):
-        load_model(read_checkpoint(folder), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
         ("mixtral", {"num_experts_per_tok": 99}, "must be 1 to 4.*is 99"),
         ("qwen3-moe-sparse-steps", {"num_experts_per_tok": 0}, "must be 1 to 4.*is 0"),
         ("deepseek-v3", {"num_experts_per_tok": None}, "num_experts_per_tok .*is None"),
@@ -148,17 +102,31 @@ def test_networks_without_width_are_refused(tmp_path, name, changes):
     ],
     ids=str,
 )
-def test_impossible_numbers_are_refused_by_name(tmp_path, name, changes, message):
-    case = CASES[name]
-    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+def test_settings_that_transformers_cannot_run_or_that_give_no_answers_are_refused(
+    tmp_path, name, changes, words
+):
     if name == "deberta-absolute":  # whose weights have the other width
-        write_family(folder, replace(case, changes=case.changes | changes).made(), saved_as=case.saved_as)
+        CASES[name].written(tmp_path, **changes)
     else:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
-    with pytest.raises(UnsupportedModel, match=message) as refused:
-        load_model(read_checkpoint(folder), torch.float32)
+        update_json(CASES[name].written(tmp_path) / "config.json", **changes)
+    checkpoint = replace(read_checkpoint(tmp_path), task="label-logits" if "final" in words else "embed")
+    with pytest.raises(UnsupportedModel, match=words) as refused:
+        load_model(checkpoint, torch.float32)
     assert refused.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek-v3", {"n_shared_experts": 0}),
+        ("qwen2-moe-dense-layer", {"shared_expert_intermediate_size": 0}),
+        ("bert", {"intermediate_size": 0}),
+    ],
+)
+def test_networks_without_width_are_refused(tmp_path, name, changes):
+    checkpoint = read_checkpoint(CASES[name].written(tmp_path, **changes))
+    with pytest.raises(UnsupportedModel, match=r"gives the weight .* a width of 0"):
+        load_model(checkpoint, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -173,18 +141,13 @@ def test_impossible_numbers_are_refused_by_name(tmp_path, name, changes, message
     ids=str,
 )
 def test_names_that_the_family_does_not_have_are_ignored(tmp_path, name, entry):
-    case = CASES[name]
-    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | entry))
-    load_model(read_checkpoint(folder), torch.float32)
+    update_json(CASES[name].written(tmp_path) / "config.json", **entry)
+    load_model(read_checkpoint(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["modernbert-local-global", "deberta-absolute", "bert", "llama"])
 def test_what_config_json_says_about_attention_code_and_absent_types_changes_nothing(tmp_path, name):
-    case = CASES[name]
-    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
-    sequences = random_sequences([3, 9])
+    folder, sequences = CASES[name].written(tmp_path), random_sequences([3, 9])
     expected = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
     path = folder / "config.json"
     written = json.loads(path.read_bytes())
@@ -192,17 +155,9 @@ def test_what_config_json_says_about_attention_code_and_absent_types_changes_not
         changes = {option: "flash_attention_2"}
         if name in ("modernbert-local-global", "llama"):
             changes["type_vocab_size"] = None
-        path.write_text(json.dumps(written | changes))
+        write_json(path, written | changes)
         found = prefill(PrefillEngine.load(read_checkpoint(folder), dtype="float32"), sequences).outputs
         np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])
-def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguous(tmp_path, config):
-    sizes = SIZES | {"head_dim": 8, "num_key_value_heads": 4, "pad_token_id": None}
-    checkpoint = read_checkpoint(write_family(tmp_path, config(**sizes, use_bidirectional_attention=True)))
-    with pytest.raises(UnsupportedModel, match="use_bidirectional_attention is not served"):
-        load_model(checkpoint, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +169,7 @@ def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguo
 )
 def test_weights_of_another_shape_than_the_configuration_says_are_named(tmp_path, labels, changes, message):
     folder = write_family(tmp_path, LlamaConfig(**SIZES), labels=labels)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", config | {"label2id": None} | changes)
+    update_json(folder / "config.json", label2id=None, **changes)
     with pytest.raises(UnsupportedModel, match=message):
         load_model(read_checkpoint(folder), torch.float32)
 
@@ -232,8 +186,7 @@ def test_code_that_a_model_names_is_not_run_and_the_log_says_so(tmp_path, caplog
 def test_a_decoder_is_loaded_without_warnings(tmp_path, caplog, capfd, monkeypatch, name):
     """transformers would warn about the unused head and about unusual scaling of the angles."""
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
-    case = DECODERS[name]
-    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    checkpoint = read_checkpoint(DECODERS[name].written(tmp_path))
     capfd.readouterr()
     caplog.clear()
     # transformers issues these warnings once per process, and writing the model may have issued them.
@@ -254,8 +207,7 @@ def test_a_decoder_is_loaded_without_warnings(tmp_path, caplog, capfd, monkeypat
     ],
 )
 def test_each_weight_is_in_memory_once(tmp_path, name, reused):
-    case = DECODERS[name]
-    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    checkpoint = read_checkpoint(DECODERS[name].written(tmp_path))
     needed = sum(weight.numel() for weight in AutoModel.from_pretrained(tmp_path).state_dict().values())
     with new_objects() as living:
         model = load_model(checkpoint, torch.float32, reused_heads=reused)

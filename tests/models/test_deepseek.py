@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import DECODERS, LATENT, QUERY_LATENT, write_family
+from families import DECODERS, LATENT, QUERY_LATENT
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
@@ -15,8 +15,7 @@ WIDTH = ROTARY + PLAIN
 
 @pytest.fixture(params=["deepseek-v2", "deepseek-v3-query-latent-interleaved-yarn"])
 def checkpoint(request, tmp_path):
-    case = DECODERS[request.param]
-    return read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    return read_checkpoint(DECODERS[request.param].written(tmp_path))
 
 
 @pytest.fixture

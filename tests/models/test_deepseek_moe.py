@@ -1,6 +1,5 @@
 """DeepSeek-MoE as published: its files, blocks of experts and heads, and options that are refused."""
 
-import json
 import logging
 import subprocess
 import sys
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import VOCABULARY_SIZE, write_decoder_tokenizer
-from core_models import prefill, random_sequences
-from families import DECODERS, ROUTED, SIZES, write_family
+from core_models import prefill, random_sequences, update_json, write_json
+from families import DECODERS
 from plain_deepseek import PlainDeepseek
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -24,46 +23,25 @@ from attncache_core.models.linear import PackedLinear
 HIDDEN, DENSE, EXPERT, EXPERTS, SHARED, CHOSEN, LAYERS = 32, 48, 12, 8, 2, 3, 3
 
 # The config.json of deepseek-ai/deepseek-moe-16b-base, with smaller sizes.
-PUBLISHED = {
-    "architectures": ["DeepseekForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekConfig",
-        "AutoModel": "modeling_deepseek.DeepseekModel",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
-    },
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
-    "intermediate_size": DENSE,
-    "max_position_embeddings": 512,
-    "model_type": "deepseek",
-    "moe_intermediate_size": EXPERT,
-    "moe_layer_freq": 1,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": SHARED,
-    "norm_topk_prob": False,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": CHOSEN,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": 4,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000,
-    "scoring_func": "softmax",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.36.0",
-    "use_cache": True,
-    "vocab_size": VOCABULARY_SIZE,
-}
+PUBLISHED = (
+    {"architectures": ["DeepseekForCausalLM"], "attention_bias": False, "attention_dropout": 0.0}
+    | {
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekConfig",
+            "AutoModel": "modeling_deepseek.DeepseekModel",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+        }
+    }
+    | {"aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 1}
+    | {"hidden_act": "silu", "hidden_size": HIDDEN, "initializer_range": 0.02, "intermediate_size": DENSE}
+    | {"max_position_embeddings": 512, "model_type": "deepseek", "moe_intermediate_size": EXPERT}
+    | {"moe_layer_freq": 1, "n_routed_experts": EXPERTS, "n_shared_experts": SHARED, "norm_topk_prob": False}
+    | {"num_attention_heads": 4, "num_experts_per_tok": CHOSEN, "num_hidden_layers": LAYERS}
+    | {"num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": None}
+    | {"rope_theta": 10000, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False}
+    | {"torch_dtype": "bfloat16", "transformers_version": "4.36.0", "use_cache": True}
+    | {"vocab_size": VOCABULARY_SIZE}
+)
 
 
 def published_shapes():
@@ -96,11 +74,8 @@ def published(tmp_path_factory):
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_decoder_tokenizer(folder)
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(tokenizer | {"tokenizer_class": "LlamaTokenizerFast"})
-    )
-    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    update_json(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    write_json(folder / "config.json", PUBLISHED)
     for file in ("configuration_deepseek.py", "modeling_deepseek.py"):
         (folder / file).write_text("raise SystemExit('code of the checkpoint was run')")
     return folder
@@ -132,7 +107,7 @@ def test_a_program_that_never_heard_of_the_family_serves_it(published):
 
 
 def test_every_published_tensor_is_needed(published, tmp_path):
-    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    write_json(tmp_path / "config.json", PUBLISHED)
     plain = PlainDeepseek(published)
     for name in ("model.layers.2.mlp.experts.7.down_proj", "model.layers.1.mlp.gate", "model.norm"):
         rest = {other: tensor for other, tensor in plain.weights.items() if other != f"{name}.weight"}
@@ -144,7 +119,7 @@ def test_every_published_tensor_is_needed(published, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_labels_have_the_logits_of_their_tokens(published, tmp_path, tied):
     write_decoder_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"tie_word_embeddings": tied}))
+    write_json(tmp_path / "config.json", PUBLISHED | {"tie_word_embeddings": tied})
     weights = PlainDeepseek(published).weights
     if tied:
         del weights["lm_head.weight"]
@@ -197,7 +172,7 @@ def test_an_expert_runs_once_for_all_tokens_routed_to_it(published, monkeypatch)
     ids=str,
 )
 def test_unsupported_options_are_refused_by_name(published, tmp_path, changes, message):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    write_json(tmp_path / "config.json", PUBLISHED | changes)
     (tmp_path / "model.safetensors").write_bytes((published / "model.safetensors").read_bytes())
     with pytest.raises(UnsupportedModel, match=message) as refused:
         load_model(read_checkpoint(tmp_path), torch.float32)
@@ -205,9 +180,7 @@ def test_unsupported_options_are_refused_by_name(published, tmp_path, changes, m
 
 
 def test_a_model_without_experts_is_dense(tmp_path):
-    case = DECODERS["deepseek"]
-    dense = case.config(**SIZES | ROUTED | {"n_routed_experts": None})
-    checkpoint = read_checkpoint(write_family(tmp_path, dense, saved_as=case.saved_as))
+    checkpoint = read_checkpoint(DECODERS["deepseek"].written(tmp_path, n_routed_experts=None))
     assert model_shape(checkpoint) == (3, 4)
     plain, sequences = PlainDeepseek(tmp_path), random_sequences([5, 9])
     assert not any("experts" in name for name in plain.weights)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import SEAL, layers_output, prefill, random_sequences
-from families import CASES, FULL, write_family
+from families import CASES, FULL
 
 from attncache_core import native
 from attncache_core.calibration.substitution import collect_maps
@@ -34,7 +34,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch find
 
 @pytest.fixture(scope="module", params=FULL)
 def checkpoint(request, tmp_path_factory):
-    return read_checkpoint(write_family(tmp_path_factory.mktemp(request.param), CASES[request.param].made()))
+    return read_checkpoint(CASES[request.param].written(tmp_path_factory.mktemp(request.param)))
 
 
 def recorded(checkpoint, folder):

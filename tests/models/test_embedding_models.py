@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from core_models import COMPUTING, attention_by, flip, write_json
+from core_models import COMPUTING, attention_by, flip, update_json, write_json
 from core_reference import FLOAT32
 from embedding_models import EMBEDDING_MODELS, GEMMA_PROMPTS, QWEN_QUERY, list_modules, write_dense
 from published_tokenizers import CORPUS
@@ -202,8 +202,7 @@ def test_dense_modules_follow_pooling_that_continues(copied):
 )
 def test_dense_module_that_cannot_be_served_is_refused(copied, entries, message):
     folder = dense_modules(copied("bge-m3"), ((64, 40), {}))
-    path = folder / "2_Dense/config.json"
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
+    update_json(folder / "2_Dense/config.json", **entries)
     with pytest.raises(UnsupportedModel, match=message):
         loaded(folder)
 
@@ -275,8 +274,7 @@ def test_dimensions_out_of_range_are_refused(folders, dimensions):
 @pytest.mark.parametrize("key", ["matryoshka_dimensions", "matryoshka_dims"])
 def test_a_model_that_lists_its_dimensions_has_only_these(copied, key):
     folder = copied("bge-m3")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", config | {key: [32, 16, 128]})
+    update_json(folder / "config.json", **{key: [32, 16, 128]})
     engine = loaded(folder)
     assert engine.info().matryoshka_dimensions == (16, 32)
     for dimensions in (16, 32, 64):
@@ -322,8 +320,7 @@ def test_weights_have_the_published_names(folders):
 )
 def test_published_names_that_transformers_does_not_read_may_say_nothing_else(copied, changed):
     folder, (name,) = copied("nomic-embed"), changed
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", config | changed)
+    update_json(folder / "config.json", **changed)
     with pytest.raises(
         UnsupportedModel, match=f"{name} in config.json is {changed[name]}; models of the family"
     ):

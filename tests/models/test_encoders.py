@@ -194,7 +194,7 @@ def test_a_weight_file_that_is_rewritten_changes_no_answer(
 ):
     if computing == "operators":
         monkeypatch.setattr(products, "library", lambda: None)  # weights are kept, and not packed
-    checkpoint = read_checkpoint(write_family(tmp_path, CASES[name].made(), labels))
+    checkpoint = read_checkpoint(CASES[name].written(tmp_path, labels))
     checkpoint = replace(checkpoint, quantization=quantization)
     sequences = random_sequences([3, 9, 12])
     with attention_by(computing):
@@ -212,7 +212,7 @@ def test_a_weight_file_that_is_rewritten_changes_no_answer(
 @pytest.mark.parametrize("labels", [(), ("a", "b")], ids=["embed", "classify"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in ENCODERS])
 def test_only_the_packed_weights_of_a_layer_stay_in_memory(tmp_path, name, labels):
-    checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
+    checkpoint = read_checkpoint(ENCODERS[name].written(tmp_path, labels))
     read, rows = load._read_weights, []
 
     def noted(*arguments):

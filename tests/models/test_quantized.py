@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import layers_output, needs_bfloat16, needs_int8, write_sentence_transformer
-from families import CASES, DECODERS, FULL, write_family
+from families import CASES, DECODERS, FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -300,7 +300,7 @@ def embeddings(checkpoint, dtype=torch.float32, **options):
 @pytest.mark.parametrize("family", FULL)
 @torch.inference_mode()
 def test_weights_of_every_kind_of_layer_are_quantised(family, tmp_path):
-    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    checkpoint = read_checkpoint(CASES[family].written(tmp_path))
     full = embeddings(checkpoint)
     cosine = cosines(full, embeddings(replace(checkpoint, quantization=Quantization.INT8_WEIGHT_ONLY)))
     assert np.median(cosine) > 0.99
@@ -309,7 +309,7 @@ def test_weights_of_every_kind_of_layer_are_quantised(family, tmp_path):
 
 @pytest.mark.parametrize("family", [name for name, case in DECODERS.items() if case.experts])
 def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch):
-    case, made = DECODERS[family], []
+    made = []
 
     class Noted(Int4Linear):
         def __init__(self, weight, *options):
@@ -317,7 +317,7 @@ def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch
             super().__init__(weight, *options)
 
     monkeypatch.setattr(linear, "Int4Linear", Noted)
-    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    folder = DECODERS[family].written(tmp_path)
     load_model(replace(read_checkpoint(folder), quantization=Quantization.INT4), torch.float32)
     weights = load_file(folder / "model.safetensors")
     of_layers = {

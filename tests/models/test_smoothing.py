@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import layers_output, needs_int8, random_sequences, write_model
-from families import CASES, FAMILIES, write_family
+from families import CASES, FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -181,7 +181,7 @@ def factors_by_name(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_loads_with_shared_factors(family, tmp_path):
-    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    checkpoint = read_checkpoint(CASES[family].written(tmp_path))
     factors = factors_by_name(AutoModel.from_pretrained(tmp_path))
     _, config = load._layers_and_config(checkpoint)
     loaded = factors_by_name(load._read_weights(checkpoint, config, torch.float32))
@@ -200,7 +200,7 @@ def test_every_family_loads_with_shared_factors(family, tmp_path):
 @needs_int8
 @pytest.mark.parametrize("family", ["bert", "llama-grouped-biased"])
 def test_products_of_hits_and_misses_share_their_factors(family, tmp_path):
-    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    checkpoint = read_checkpoint(CASES[family].written(tmp_path))
     model = load_model(
         replace(checkpoint, quantization=Quantization.INT8), torch.float32, reused_heads=(1, 2, 3)
     )
@@ -215,9 +215,7 @@ def test_products_of_hits_and_misses_share_their_factors(family, tmp_path):
 
 @needs_int8
 def test_experts_of_odd_sizes_run_over_the_calibration_texts(tmp_path):
-    configuration = CASES["mixtral"].made()
-    configuration.intermediate_size = 37
-    checkpoint = read_checkpoint(write_family(tmp_path, configuration))
+    checkpoint = read_checkpoint(CASES["mixtral"].written(tmp_path, intermediate_size=37))
     model = load_model(replace(checkpoint, quantization=Quantization.INT8), torch.float32)
     assert all(factors_of(attention_half(layer).always.packed).any() for layer in model.layers)
 

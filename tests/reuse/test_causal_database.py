@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from core_models import COMPUTING, attention_by, prefill
 from core_reference import SIXTEEN_BITS
-from families import CASES, write_family
+from families import CASES
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
@@ -23,7 +23,7 @@ EVERYTHING = BuildOptions(heads="all", threshold=0.0, prototypes=2, training_ste
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "causal"
-    return read_checkpoint(write_family(folder, CASES["mistral-window-narrow-heads"].made()))
+    return read_checkpoint(CASES["mistral-window-narrow-heads"].written(folder))
 
 
 @pytest.fixture(scope="module")
