@@ -64,6 +64,12 @@ def tiny_engine(tiny_checkpoint):
 
 
 @pytest.fixture(scope="session")
+def classifier(tiny_classifier_checkpoint):
+    """The tiny classifier in float32."""
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+
+
+@pytest.fixture(scope="session")
 def tiny_corpus():
     """240 distinct texts of 3 to 8 words (5 to 10 tokens), each with its own source."""
     random = np.random.default_rng(7)

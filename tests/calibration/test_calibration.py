@@ -70,6 +70,12 @@ def calibrated(tiny_engine, built, texts, steps, tmp_path_factory):
     return folder, report
 
 
+@pytest.fixture
+def folder(built, tmp_path):
+    """A copy of the built database, for a test to calibrate."""
+    return Path(shutil.copytree(built, tmp_path / "a.db"))
+
+
 def counts(engine: PrefillEngine) -> np.ndarray:
     """Return token counts in which every token of the vocabulary occurs once."""
     return np.ones(engine.tokenizer.vocabulary, dtype=np.int64)
@@ -115,8 +121,7 @@ def test_report_equals_the_manifests_quality_and_keeps_the_budget(calibrated, te
     assert report["mean"] >= report["lower_bound"] >= BUDGET.least
 
 
-def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, built, tmp_path):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, folder):
     texts = random_sequences([5] * 4 + list(range(6, 10)) * 74, seed=5)
     budget, database = replace(BUDGET, floor=0.5), AttentionDatabase.open(folder)
     with pytest.raises(InvalidInput, match="296 of the texts are not in the database and have a length"):
@@ -141,10 +146,7 @@ def test_familiarity_is_fitted_to_texts_that_are_long_enough_to_hit(tiny_engine,
         return fit_familiarity(tokens, sequences, *rest)
 
     monkeypatch.setattr(strangeness_limit, "fit_familiarity", fit)
-    database, texts = (
-        AttentionDatabase.open(built),
-        random_sequences([5] * 2 + list(range(6, 10)) * 30, seed=5),
-    )
+    database, texts = AttentionDatabase.open(built), random_sequences([5] * 2 + [6, 7, 8, 9] * 30, seed=5)
     probes, rank = find_probes(tiny_engine.model, database.search, texts), np.array(database.manifest.rank)
     unfamiliar = [UnfamiliarText("my card " * words, "repeated", True) for words in (1, 2, 3)]
     calibrate(tiny_engine, database.search, probes, unfamiliar, counts(tiny_engine), rank, BUDGET)
@@ -165,9 +167,8 @@ def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(
 
 
 def test_recorded_repeated_and_unservable_sequences_are_left_out(
-    tiny_engine, tiny_corpus, built, texts, calibrated, tmp_path
+    tiny_engine, tiny_corpus, folder, texts, calibrated
 ):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
     others = [*recorded, *texts[:7], *random_sequences([4, 11, 30])]
     report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), [*others, *texts], (), BUDGET)
@@ -178,8 +179,7 @@ def test_recorded_repeated_and_unservable_sequences_are_left_out(
     assert after.reused_heads == before.reused_heads
 
 
-def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_path):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+def test_tighter_budget_reuses_less(tiny_engine, folder, texts, calibrated):
     tighter = Budget(Measure.COSINE, 0.97)
     report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), tighter)
     loose = calibrated[1]
@@ -190,10 +190,8 @@ def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_p
 def test_calibrating_again_gives_the_same_manifest(tiny_engine, texts, calibrated, tmp_path):
     folder = Path(shutil.copytree(calibrated[0], tmp_path / "a.db"))
     of_a_server = folder / ".tightened.json.0.unfinished"
-    for path in (
-        of_a_server,
-        folder / ".manifest.json.0.unfinished",
-    ):  # the other one of a killed calibration
+    of_a_calibration = folder / ".manifest.json.0.unfinished"  # that was killed
+    for path in (of_a_server, of_a_calibration):
         path.touch()
     calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
     assert manifest_of(folder) == manifest_of(calibrated[0])
@@ -201,29 +199,19 @@ def test_calibrating_again_gives_the_same_manifest(tiny_engine, texts, calibrate
 
 
 @pytest.mark.parametrize("count", [0, MIN_PROBES - 1])
-def test_too_few_texts_are_refused_and_nothing_is_written(
-    tiny_engine, tiny_corpus, built, texts, tmp_path, count
-):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+def test_too_few_texts_are_refused_and_nothing_is_written(tiny_engine, tiny_corpus, folder, texts, count):
     before = contents(folder)
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
     seen = []
+    database, sequences = AttentionDatabase.open(folder), [*recorded, *texts[:count] * 2]
     with pytest.raises(InvalidInput, match=f"^{count} of the texts are not in the database") as refused:
-        calibrate_database(
-            tiny_engine,
-            AttentionDatabase.open(folder),
-            [*recorded, *texts[:count] * 2],
-            (),
-            BUDGET,
-            lambda *step: seen.append(step),
-        )
+        calibrate_database(tiny_engine, database, sequences, (), BUDGET, lambda *step: seen.append(step))
     assert refused.value.field == "texts"
     assert seen == []
     assert contents(folder) == before
 
 
-def test_stopped_calibration_leaves_the_database_unchanged(tiny_engine, built, texts, tmp_path):
-    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+def test_stopped_calibration_leaves_the_database_unchanged(tiny_engine, folder, texts):
     before = contents(folder)
 
     def stop(stage, *_):
@@ -272,11 +260,6 @@ def test_mask_never_holds_heads_that_the_records_lack(
     assert min(database.manifest.rank[1]) == 8
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     assert all(outcome.is_hit for outcome in prefill(engine, texts).outcomes)
-
-
-@pytest.fixture(scope="module")
-def classifier(tiny_classifier_checkpoint):
-    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
 
 
 def test_decisions_of_a_classifier_stay_within_the_budget(
@@ -328,19 +311,15 @@ def test_candidate_masks_grow_to_all_heads_and_are_the_mildest(layers, heads, da
     assert candidate_masks(rank, "layers:0") == [parse_heads("layers:0", rank)]
 
 
+def chosen_on(engine, recorded, sequences, budget=BUDGET, **options):
+    """Calibrate what was recorded on these sequences."""
+    probes = find_probes(engine.model, recorded.search, sequences)
+    return calibrate(engine, recorded.search, probes, (), counts(engine), recorded.rank, budget, **options)
+
+
 def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, recorded):
-    few = find_probes(tiny_engine.model, recorded.search, recorded.held_out[: MIN_PROBES - 1])
     for threshold in (None, 0.5):
-        chosen = calibrate(
-            tiny_engine,
-            recorded.search,
-            few,
-            (),
-            counts(tiny_engine),
-            recorded.rank,
-            BUDGET,
-            threshold=threshold,
-        )
+        chosen = chosen_on(tiny_engine, recorded, recorded.held_out[: MIN_PROBES - 1], threshold=threshold)
         assert chosen.mask.total == 12
         assert chosen.quality == {"measured": 0}
         assert chosen.familiarity is None
@@ -350,9 +329,7 @@ def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, r
 
 
 def test_chosen_mask_and_policy_match_the_report(tiny_engine, recorded):
-    held_out = [ids for ids in recorded.held_out if len(ids) < 9]
-    probes = find_probes(tiny_engine.model, recorded.search, held_out)
-    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, BUDGET)
+    chosen = chosen_on(tiny_engine, recorded, [ids for ids in recorded.held_out if len(ids) < 9])
     mask, policy, report = chosen.mask, chosen.policy, chosen.quality
     assert mask.order == head_order(recorded.rank)
     assert report["heads"] == mask.total
@@ -371,9 +348,7 @@ def test_sizes_between_the_chosen_mask_and_the_next_refused_one_are_tried(tiny_e
         calibration, "candidate_masks", lambda rank, *_: [mildest_mask(rank, size) for size in (3, 12)]
     )
     monkeypatch.setattr(calibration, "choose_limit", only_small)
-    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
-    budget = Budget(Measure.COSINE, 0.1)
-    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, budget)
+    chosen = chosen_on(tiny_engine, recorded, recorded.held_out, Budget(Measure.COSINE, 0.1))
     assert [row["heads"] for row in chosen.quality["candidates"]] == [3, 12, 6, 9, 4, 5]
 
 
@@ -389,9 +364,7 @@ def test_masks_larger_than_a_refused_one_are_not_tried_with_a_limit(tiny_engine,
 
     monkeypatch.setattr(calibration, "choose_limit", none_over_four)
     monkeypatch.setattr(calibration, "by_time_saved", by_falling_refusals)
-    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
-    budget = Budget(Measure.COSINE, 0.1)
-    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, budget)
+    chosen = chosen_on(tiny_engine, recorded, recorded.held_out, Budget(Measure.COSINE, 0.1))
     # Without a limit, 8 heads save the most, then 9 and 7, 10 and 6, ...
     assert tried == [8, 7, 6, 5, 4]
     assert chosen.mask.total == 4

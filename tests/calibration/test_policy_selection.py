@@ -129,12 +129,12 @@ def test_bound_of_a_share_is_clopper_pearson(losses):
 
 
 @st.composite
-def probe_sets(draw, most=60):
+def probe_sets(draw):
     """Draw probes of one length, the effect of reuse on them, and a budget: (probes, measured, budget)."""
     row = st.tuples(
         *(st.one_of(grid, st.just(-math.inf)), st.one_of(grid, st.just(-math.inf)), eighths, eighths)
     )
-    rows = columns(draw(st.lists(row, min_size=draw(st.sampled_from([1, 20, 40])), max_size=most)))
+    rows = columns(draw(st.lists(row, min_size=draw(st.sampled_from([1, 20, 40])), max_size=60)))
     measure = draw(measures)
     budget = Budget(measure, draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])))
     return (*probes_of([9] * len(rows[0]), *rows, measure), budget)
@@ -207,9 +207,8 @@ def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that
         loss.append(1 - measured[best].fidelity[index] if of_kinds else math.nan)
     expected, loss = np.array(expected), np.array(loss)
     best = np.zeros(len(expected), dtype=bool)
-    for limit in np.unique(
-        expected[np.isfinite(expected)]
-    ):  # rising, so each limit admits more than the limit before
+    # The limits rise, so each limit admits more than the limit before.
+    for limit in np.unique(expected[np.isfinite(expected)]):
         inside = expected <= limit + 1e-12
         if upper_bounds(loss[inside], budget.measure)[-1] <= 1 - budget.least:
             best = inside
@@ -297,19 +296,11 @@ def test_group_with_a_length_without_a_mean_is_not_served_unsearched():
     ("mean_damage", "search", "searched", "kinds"),
     [
         (0.01, 0.0, False, {RecordKind.MEAN}),  # the mean keeps the budget and serves all
-        (
-            0.01,
-            -60.0,
-            True,
-            {STORED, RecordKind.MEAN},
-        ),  # only a search with a negative cost saves more than the mean
+        # Only a search with a negative cost saves more than the mean.
+        (0.01, -60.0, True, {STORED, RecordKind.MEAN}),
         (0.3, 1.0, True, {STORED}),  # the mean breaks the budget, a search pays
-        (
-            0.3,
-            1e6,
-            True,
-            {STORED},
-        ),  # the search costs more than it saves, which the server measures at its start
+        # The search costs more than it saves, which the server measures at its start.
+        (0.3, 1e6, True, {STORED}),
     ],
 )
 def test_length_group_uses_search_or_mean_whichever_saves_more_time(mean_damage, search, searched, kinds):
@@ -413,12 +404,12 @@ def terms_of(probes, budget):
     return Terms.of(probes, budget, SAVINGS, shortest=int(probes.lengths[0]))
 
 
-def some_probes(measure=COSINE, seed=0, count=240):
+def some_probes(measure=COSINE, count=240):
     """Return probes of three length groups and the effect of masks of 2, 6 and 12 heads.
 
     Larger masks do more damage.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     lengths = np.sort(random.integers(3, 30, count))
     stored, prototype = random.uniform(0, 0.99, (2, count))
     prototype[random.random(count) < 0.2] = -np.inf

@@ -31,6 +31,13 @@ def end(sampler):
     sampler.close()
 
 
+def sampled(root, count, max_texts=1000, **options):
+    """Offer texts in a process that ends."""
+    sampler = opened(root, max_texts)
+    offer(sampler, count, **options)
+    end(sampler)
+
+
 def numbers(root):
     return [text.token_ids[1] for text in read_sample(root)]
 
@@ -64,9 +71,7 @@ def test_synced_texts_are_on_the_disk(tmp_path, monkeypatch):
 
 
 def test_next_process_goes_on_and_removes_what_a_killed_one_left_unfinished(tmp_path):
-    sampler = opened(tmp_path)
-    offer(sampler, 10)
-    end(sampler)
+    sampled(tmp_path, 10)
     left = sample_folder(tmp_path) / ".0.log.abcdef.unfinished"
     left.write_bytes(b"texts")
     sampler = opened(tmp_path)
@@ -109,9 +114,7 @@ def test_log_that_was_written_last_says_how_many_texts_the_sample_holds(tmp_path
 
 
 def test_nobody_else_can_read_the_sample_and_it_names_no_client(tmp_path):
-    sampler = opened(tmp_path)
-    offer(sampler, 10, client="marketing")
-    end(sampler)
+    sampled(tmp_path, 10, client="marketing")
     folder = sample_folder(tmp_path)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for name in ("key", "0.log"):
@@ -142,9 +145,7 @@ def test_texts_that_the_sample_has_displaced_are_not_read(tmp_path):
 
 
 def test_smaller_sample_drops_texts_at_the_next_start(tmp_path):
-    sampler = opened(tmp_path)
-    offer(sampler, 100)
-    end(sampler)
+    sampled(tmp_path, 100)
     opened(tmp_path, max_texts=20).close()
     assert len(numbers(tmp_path)) == 20
 
@@ -166,9 +167,7 @@ def test_key_with_more_than_its_share_is_cut_to_the_next_and_an_only_key_keeps_i
 @given(st.data())
 def test_log_that_is_cut_or_changed_anywhere_is_a_prefix(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("root")
-    sampler = opened(root)
-    offer(sampler, 20)
-    end(sampler)
+    sampled(root, 20)
     content = log(root).read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))
     flipped = content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
@@ -202,9 +201,7 @@ def test_full_disk_raises_and_what_was_synced_stays(tmp_path):
         sampler.sync()
     sampler.close()
     assert sorted(numbers(tmp_path)) == [*range(12)]
-    sampler = opened(tmp_path)
-    offer(sampler, 1, first=200)
-    end(sampler)
+    sampled(tmp_path, 1, first=200)
     assert sorted(numbers(tmp_path)) == [*range(12), 200]
 
 
@@ -217,11 +214,9 @@ def test_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
 def test_log_of_a_process_that_is_gone_ages_like_the_others(tmp_path):
     gone, lasting = opened(tmp_path, max_texts=100), opened(tmp_path, max_texts=100)
     offer(gone, 100, first=500)
-    gone.sync()
-    gone.close()
+    end(gone)
     offer(lasting, 100, asked_at=10**5 * HOUR)
-    lasting.sync()
-    lasting.close()
+    end(lasting)
     assert [text.asked_at for text in read_sample(tmp_path)] == [10**5 * HOUR] * 100
 
 
@@ -247,17 +242,13 @@ def test_client_with_most_texts_keeps_a_tenth_of_all(tmp_path):
 
 
 def test_texts_of_equal_times_are_in_random_order(tmp_path):
-    sampler = opened(tmp_path)
-    offer(sampler, 200)
-    end(sampler)
+    sampled(tmp_path, 200)
     assert np.mean(numbers(tmp_path)[-100:]) == pytest.approx(100, abs=30)
 
 
 def test_texts_are_kept_while_the_clock_is_behind(tmp_path, monkeypatch):
     """Also if the log is written anew meanwhile."""
-    sampler = opened(tmp_path)
-    offer(sampler, 100, asked_at=time.time())
-    end(sampler)
+    sampled(tmp_path, 100, asked_at=time.time())
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 1000.0)
         sampler = opened(tmp_path, max_texts=500)
@@ -273,7 +264,5 @@ def test_texts_are_kept_while_the_clock_is_behind(tmp_path, monkeypatch):
 
 def test_texts_of_a_clock_that_was_ahead_keep_no_others_out(tmp_path):
     for days in (1, 0):
-        sampler = opened(tmp_path, max_texts=100)
-        offer(sampler, 100, first=days * 100, asked_at=time.time() + days * 24 * HOUR)
-        end(sampler)
+        sampled(tmp_path, 100, 100, first=days * 100, asked_at=time.time() + days * 24 * HOUR)
     assert sorted(numbers(tmp_path)) == [*range(100)]

@@ -95,11 +95,6 @@ def test_embeddings_have_unit_length_if_the_checkpoint_says_so(tiny_engine, tmp_
     assert abs(np.linalg.norm(outputs, axis=1) - 1).min() > 0.1
 
 
-@pytest.fixture(scope="module")
-def classifier(tiny_classifier_checkpoint):
-    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
-
-
 @pytest.mark.parametrize(
     "names", [[f"class {letter}" for letter in "abcdefghijkl"], ["LABEL_0", "LABEL_1"]], ids=len
 )

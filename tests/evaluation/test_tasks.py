@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cosine
 from scipy.stats import spearmanr
 
-from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.tasks import (
     AgreementTask,
@@ -18,11 +17,6 @@ from attncache_core.evaluation.tasks import (
     label_names,
 )
 from attncache_core.heads.comparator import Measure
-
-
-@pytest.fixture(scope="module")
-def classifier_engine(tiny_classifier_checkpoint):
-    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
 
 
 def rated_pairs(count: int, seed: int) -> RatedPairs:
@@ -69,20 +63,18 @@ def test_correlation_has_no_scores_of_single_texts():
     assert SimilarityTask({"pairs": rated_pairs(3, 1)}).items(vectors(6)) is None
 
 
-def test_accuracy_is_the_share_of_outputs_with_the_largest_logit_at_the_label(classifier_engine):
+def test_accuracy_is_the_share_of_outputs_with_the_largest_logit_at_the_label(classifier):
     labels = ["card", "help", "card", "transfer", "help"]
     logits = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7], [1, 2, 0]], dtype=np.float32)
-    task = ClassificationTask("mail", classifier_engine, random_sequences([5] * 5), labels)
+    task = ClassificationTask("mail", classifier, random_sequences([5] * 5), labels)
     assert task.items(logits).tolist() == [1, 1, 0, 1, 0]
     assert task.scores(logits) == {"mail": 0.6}
 
 
-def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names(
-    classifier_engine, tiny_engine
-):
+def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names(classifier, tiny_engine):
     for engine, labels, words in (
         (
-            classifier_engine,
+            classifier,
             ["card", "secret", "x", "secret"],
             "2 labels of the texts are none of the model's 3 classes, the first one that of text 2",
         ),
@@ -123,10 +115,10 @@ def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_model(tiny_engin
     assert task.metric == "cosine"
 
 
-def test_agreement_of_decisions_is_the_share_of_unchanged_decisions(classifier_engine):
+def test_agreement_of_decisions_is_the_share_of_unchanged_decisions(classifier):
     full = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7]], dtype=np.float32)
     changed = np.array([[0, 1, 0], [9, 0, 6], [1, 2, 3], [3, 2, 1]], dtype=np.float32)
-    comparator = classifier_engine.decisions.comparator(Measure.AGREEMENT)
+    comparator = classifier.decisions.comparator(Measure.AGREEMENT)
     task = AgreementTask("texts", comparator, random_sequences([5] * 4), full)
     assert task.items(changed).tolist() == [1, 0, 0, 1]
     assert task.scores(changed) == {"texts": 0.5}

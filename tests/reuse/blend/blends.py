@@ -11,7 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from family_reference import FamilyReference
 from kv_models import pooled_by
+from transformers import AutoModelForCausalLM
 
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.engine import blended
@@ -122,8 +124,6 @@ def apart(folder, ids, spans, opening) -> np.ndarray:
     far in front of it as in a text of its own. All other tokens see everything in front of them but these
     copies. Layers with a window see only tokens inside it.
     """
-    from transformers import AutoModel
-
     tokens, places = np.array(ids), np.arange(len(ids))
     owner = np.full(len(ids), -1)  # the chunk a token belongs to; -1: none
     owner[: spans[0][1]] = 0
@@ -138,7 +138,7 @@ def apart(folder, ids, spans, opening) -> np.ndarray:
     order = np.arange(len(tokens))
     seen = order[None] <= order[:, None]
     inside = (owner[None] == owner[:, None]) & (owner >= 0) | ((owner[:, None] == -1) & ~is_copy[None])
-    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = FamilyReference(folder).model
 
     def mask(window):
         near = np.subtract.outer(places, places) < (window or len(tokens))
@@ -157,19 +157,9 @@ def apart(folder, ids, spans, opening) -> np.ndarray:
 
 
 @torch.inference_mode()
-def full_state(folder, ids) -> np.ndarray:
-    from transformers import AutoModel
-
-    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
-
-
-@torch.inference_mode()
 def keys_and_values(folder, ids, layer):
     """Keys before their rotation, and values, of all heads of a layer: float32 [tokens, n]."""
-    from transformers import AutoModel
-
-    hf = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    hf = FamilyReference(folder).model
     made = []
     attention = hf.layers[layer].self_attn
     for projection in (attention.k_proj, attention.v_proj):
@@ -180,8 +170,6 @@ def keys_and_values(folder, ids, layer):
 
 @torch.inference_mode()
 def full_log_probabilities(folder, ids, targets) -> list[float]:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     found = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     return [float(found[-1 - target.back, target.token]) for target in targets]

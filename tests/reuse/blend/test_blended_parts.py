@@ -7,7 +7,6 @@ from blends import (
     OPENING,
     apart,
     full_log_probabilities,
-    full_state,
     joined,
     key_values,
     noted_layers,
@@ -16,6 +15,7 @@ from blends import (
     run_prompt,
     run_share,
 )
+from family_reference import FamilyReference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import assert_nothing_is_in_use, store_of
@@ -71,7 +71,7 @@ def in_spans(found, place):
 @example(found=prompt([16, 15, 17], 1, LONG_OPENING, [7, 8], [9]))
 def test_recomputing_everything_is_the_full_pass_whatever_stands_between_chunks(model, tiny_llama, found):
     result = run_prompt(model, store_of(model), found, 1.0)
-    np.testing.assert_allclose(result.outputs[0], full_state(tiny_llama, found.ids), **NEAR)
+    np.testing.assert_allclose(result.outputs[0], FamilyReference(tiny_llama).hidden(found.ids)[-1], **NEAR)
 
 
 @given(found=prompts, ratio=st.floats(0, 1))
