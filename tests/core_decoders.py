@@ -15,22 +15,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY_SIZE = 420
 
 
-def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
+def write_llama(folder: Path, **changes: Any) -> Path:
     """Write a tiny Llama of 3 layers and 4 heads, with language head and tokenizer, to `folder`."""
     config = LlamaConfig(
-        **{
-            "vocab_size": VOCABULARY_SIZE,
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "max_position_embeddings": 512,
-            "attn_implementation": "eager",
-            **changes,
-        }
+        **(
+            {"vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "num_hidden_layers": 3}
+            | {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+            | {"max_position_embeddings": 512, "attn_implementation": "eager"}
+            | changes
+        )
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         # Large weights, as for the tiny BERT, so that maps and the logits of labels differ from each other.
@@ -41,12 +36,10 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def write_decoder_tokenizer(
-    folder: Path, closing: bool = False, longest: int = 512, words: Sequence[str] = PLAIN_WORDS
-) -> None:
+def write_decoder_tokenizer(folder: Path, closing: bool = False, words: Sequence[str] = PLAIN_WORDS) -> None:
     """Write a byte-level BPE tokenizer that begins every text with <s> and, if `closing`, ends it with </s>.
 
-    longest: the maximum length in tokens. words: words that become one token each, with a leading space.
+    words: words that become one token each, with a leading space.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +56,7 @@ def write_decoder_tokenizer(
     )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=longest,
+        model_max_length=512,
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",

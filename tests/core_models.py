@@ -133,17 +133,12 @@ PLAIN_WORDS = tuple(word for word in WORDS if word.isalpha())
 def write_model(folder: Path, labels: Sequence[str] | None = None, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny BERT with its tokenizer to `folder`: an encoder, or a classifier if there are labels."""
     config = BertConfig(
-        **{
-            "vocab_size": len(VOCABULARY),
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "max_position_embeddings": 512,
-            "hidden_act": "gelu",
-            "attn_implementation": "eager",
-            **changes,
-        }
+        **(
+            {"vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 3}
+            | {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+            | {"hidden_act": "gelu", "attn_implementation": "eager"}
+            | changes
+        )
     )
     if labels:
         config.id2label = dict(enumerate(labels))
@@ -222,14 +217,14 @@ def write_modules(
         folder / "config_sentence_transformers.json", prompts or {"prompts": {}, "default_prompt_name": None}
     )
 
-def update_json(path: Path, **entries: Any) -> None:
-    """Change these entries of the JSON object in a file, or add them."""
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
-
-
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def update_json(path: Path, **entries: Any) -> None:
+    """Change these entries of the JSON object in a file, or add them."""
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

@@ -6,11 +6,10 @@ the published class.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from core_models import VOCABULARY, write_json, write_tokenizer
+from core_models import VOCABULARY, update_json, write_json, write_tokenizer
 from embedding_models import bert, modernbert, qwen3, write_weights, xlm_roberta
 from published_tokenizers import CORPUS, QWEN_SETTINGS, qwen_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -59,40 +58,21 @@ def write_bge_reranker_v2_m3(folder: Path, **changes: Any) -> Path:
 
 def write_deberta_v3(folder: Path, **changes: Any) -> Path:
     """Write a model like mixedbread-ai/mxbai-rerank-large-v1, or with other classes: DeBERTa-v3."""
-    return _write(
-        folder,
-        {
-            "architectures": ["DebertaV2ForSequenceClassification"],
-            "attention_probs_dropout_prob": 0.1,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": 0.1,
-            "hidden_size": 48,
-            **ONE_CLASS,
-            "initializer_range": 0.02,
-            "intermediate_size": 96,
-            "layer_norm_eps": 1e-07,
-            "max_position_embeddings": 512,
-            "max_relative_positions": -1,
-            "model_type": "deberta-v2",
-            "norm_rel_ebd": "layer_norm",
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-            "pad_token_id": 0,
-            "pooler_dropout": 0,
-            "pooler_hidden_act": "gelu",
-            "pooler_hidden_size": 48,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-            "position_buckets": 8,
-            "relative_attention": True,
-            "share_att_key": True,
-            "torch_dtype": "float16",
-            "transformers_version": "4.38.1",
-            "type_vocab_size": 0,
-            "vocab_size": write_deberta_tokenizer(folder),
-            **changes,
-        },
+    config = (
+        {"architectures": ["DebertaV2ForSequenceClassification"], "attention_probs_dropout_prob": 0.1}
+        | {"hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 48}
+        | ONE_CLASS
+        | {"initializer_range": 0.02, "intermediate_size": 96, "layer_norm_eps": 1e-07}
+        | {"max_position_embeddings": 512, "max_relative_positions": -1, "model_type": "deberta-v2"}
+        | {"norm_rel_ebd": "layer_norm", "num_attention_heads": 4, "num_hidden_layers": 3}
+        | {"pad_token_id": 0, "pooler_dropout": 0, "pooler_hidden_act": "gelu", "pooler_hidden_size": 48}
+        | {"pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "position_buckets": 8}
+        | {"relative_attention": True, "share_att_key": True, "torch_dtype": "float16"}
+        | {"transformers_version": "4.38.1", "type_vocab_size": 0}
+        | {"vocab_size": write_deberta_tokenizer(folder)}
+        | changes
     )
+    return _write(folder, config)
 
 
 def write_gte_reranker_modernbert(folder: Path, **changes: Any) -> Path:
@@ -108,44 +88,24 @@ def write_qwen3_reranker(folder: Path, **changes: Any) -> Path:
 
 def write_mxbai_rerank_v2(folder: Path) -> Path:
     """Write a model like mixedbread-ai/mxbai-rerank-base-v2: a causal language model that answers 0 or 1."""
-    return _write(
-        folder,
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "attention_dropout": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "hidden_act": "silu",
-            "hidden_size": 56,
-            "initializer_range": 0.02,
-            "intermediate_size": 96,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 24,
-            "model_type": "qwen2",
-            "num_attention_heads": 14,
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 1000000.0,
-            "sliding_window": 32768,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.49.0",
-            "use_cache": False,
-            "use_sliding_window": False,
-            "vocab_size": write_chat_tokenizer(folder),
-        },
+    config = (
+        {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 0}
+        | {"eos_token_id": 0, "hidden_act": "silu", "hidden_size": 56, "initializer_range": 0.02}
+        | {"intermediate_size": 96, "max_position_embeddings": 32768, "max_window_layers": 24}
+        | {"model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 3}
+        | {"num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0}
+        | {"sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+        | {"transformers_version": "4.49.0", "use_cache": False, "use_sliding_window": False}
+        | {"vocab_size": write_chat_tokenizer(folder)}
     )
+    return _write(folder, config)
 
 
 def write_bert_tokenizer(folder: Path) -> None:
     """Write BERT's tokenizer with the tiny vocabulary. It gives the second text of a pair type 1."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
-    write_json(folder / "tokenizer_config.json", settings)
+    update_json(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer", do_lower_case=True)
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY))
 
 
@@ -166,23 +126,13 @@ def write_deberta_tokenizer(folder: Path) -> int:
         pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
     )
-    return _write_tokenizer(
-        folder,
-        tokenizer,
-        tokenizer_class="DebertaV2Tokenizer",
-        bos_token="[CLS]",
-        cls_token="[CLS]",
-        do_lower_case=False,
-        eos_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=512,
-        pad_token="[PAD]",
-        sep_token="[SEP]",
-        sp_model_kwargs={},
-        split_by_punct=False,
-        unk_token="[UNK]",
-        vocab_type="spm",
+    settings = (
+        {"tokenizer_class": "DebertaV2Tokenizer", "bos_token": "[CLS]", "cls_token": "[CLS]"}
+        | {"do_lower_case": False, "eos_token": "[SEP]", "mask_token": "[MASK]", "model_max_length": 512}
+        | {"pad_token": "[PAD]", "sep_token": "[SEP]", "sp_model_kwargs": {}, "split_by_punct": False}
+        | {"unk_token": "[UNK]", "vocab_type": "spm"}
     )
+    return _write_tokenizer(folder, tokenizer, settings)
 
 
 def write_chat_tokenizer(folder: Path) -> int:
@@ -194,10 +144,10 @@ def write_chat_tokenizer(folder: Path) -> int:
     assert tokenizer.token_to_id("<|endoftext|>") == CHAT_PADDING
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return _write_tokenizer(folder, tokenizer, **QWEN_SETTINGS)
+    return _write_tokenizer(folder, tokenizer, QWEN_SETTINGS)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: Any) -> int:
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", settings)

@@ -48,18 +48,11 @@ def qwen_tokenizer(first_words: list[str], size: int) -> Tokenizer:
 
 
 # The settings of Qwen's tokenizers, whatever stands around a text.
-QWEN_SETTINGS: dict[str, Any] = {
-    "tokenizer_class": "Qwen2Tokenizer",
-    "add_bos_token": False,
-    "add_prefix_space": False,
-    "bos_token": None,
-    "eos_token": "<|im_end|>",
-    "errors": "replace",
-    "model_max_length": 131072,
-    "pad_token": "<|endoftext|>",
-    "split_special_tokens": False,
-    "unk_token": None,
-}
+QWEN_SETTINGS = (
+    {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False}
+    | {"bos_token": None, "eos_token": "<|im_end|>", "errors": "replace", "model_max_length": 131072}
+    | {"pad_token": "<|endoftext|>", "split_special_tokens": False, "unk_token": None}
+)
 
 
 def write_qwen_tokenizer(folder: Path) -> int:
@@ -76,13 +69,12 @@ def write_qwen_tokenizer(folder: Path) -> int:
             ),
         ]
     )
-    return _write(
-        folder,
-        tokenizer,
-        **QWEN_SETTINGS,
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        clean_up_tokenization_spaces=False,
+    settings = (
+        QWEN_SETTINGS
+        | {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+        | {"clean_up_tokenization_spaces": False}
     )
+    return _write(folder, tokenizer, settings)
 
 
 def write_gemma_tokenizer(folder: Path) -> int:
@@ -102,24 +94,14 @@ def write_gemma_tokenizer(folder: Path) -> int:
         pair="<bos>:0 $A:0 <eos>:0 <bos>:1 $B:1 <eos>:1",
         special_tokens=[("<bos>", 2), ("<eos>", 1)],
     )
-    return _write(
-        folder,
-        tokenizer,
-        tokenizer_class="GemmaTokenizer",
-        add_bos_token=True,
-        add_eos_token=True,
-        bos_token="<bos>",
-        clean_up_tokenization_spaces=False,
-        eos_token="<eos>",
-        mask_token="<mask>",
-        model_max_length=2048,
-        pad_token="<pad>",
-        padding_side="right",
-        sp_model_kwargs=None,
-        spaces_between_special_tokens=False,
-        unk_token="<unk>",
-        use_default_system_prompt=False,
+    settings = (
+        {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": True}
+        | {"bos_token": "<bos>", "clean_up_tokenization_spaces": False, "eos_token": "<eos>"}
+        | {"mask_token": "<mask>", "model_max_length": 2048, "pad_token": "<pad>", "padding_side": "right"}
+        | {"sp_model_kwargs": None, "spaces_between_special_tokens": False, "unk_token": "<unk>"}
+        | {"use_default_system_prompt": False}
     )
+    return _write(folder, tokenizer, settings)
 
 
 def write_xlm_roberta_tokenizer(folder: Path, longest: int) -> int:
@@ -140,21 +122,13 @@ def write_xlm_roberta_tokenizer(folder: Path, longest: int) -> int:
         pair="<s>:0 $A:0 </s>:0 </s>:0 $B:0 </s>:0",
         special_tokens=[("<s>", 0), ("</s>", 2)],
     )
-    return _write(
-        folder,
-        tokenizer,
-        tokenizer_class="XLMRobertaTokenizer",
-        bos_token="<s>",
-        clean_up_tokenization_spaces=True,
-        cls_token="<s>",
-        eos_token="</s>",
-        mask_token="<mask>",
-        model_max_length=longest,
-        pad_token="<pad>",
-        sep_token="</s>",
-        sp_model_kwargs={},
-        unk_token="<unk>",
+    settings = (
+        {"tokenizer_class": "XLMRobertaTokenizer", "bos_token": "<s>"}
+        | {"clean_up_tokenization_spaces": True, "cls_token": "<s>", "eos_token": "</s>"}
+        | {"mask_token": "<mask>", "model_max_length": longest, "pad_token": "<pad>", "sep_token": "</s>"}
+        | {"sp_model_kwargs": {}, "unk_token": "<unk>"}
     )
+    return _write(folder, tokenizer, settings)
 
 
 def write_modernbert_tokenizer(folder: Path) -> int:
@@ -169,19 +143,13 @@ def write_modernbert_tokenizer(folder: Path) -> int:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:0 [SEP]:0", special_tokens=edges
     )
-    return _write(
-        folder,
-        tokenizer,
-        tokenizer_class="PreTrainedTokenizerFast",
-        clean_up_tokenization_spaces=True,
-        cls_token="[CLS]",
-        mask_token="[MASK]",
-        model_input_names=["input_ids", "attention_mask"],
-        model_max_length=8192,
-        pad_token="[PAD]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
+    settings = (
+        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True}
+        | {"cls_token": "[CLS]", "mask_token": "[MASK]"}
+        | {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 8192}
+        | {"pad_token": "[PAD]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     )
+    return _write(folder, tokenizer, settings)
 
 
 def _byte_level_trainer(size: int) -> trainers.BpeTrainer:
@@ -190,19 +158,11 @@ def _byte_level_trainer(size: int) -> trainers.BpeTrainer:
     )
 
 
-def _write(folder: Path, tokenizer: Tokenizer, **config: Any) -> int:
+def _write(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {
-        str(number): {
-            "content": token.content,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
-        for number, token in tokenizer.get_added_tokens_decoder().items()
-    }
-    write_json(folder / "tokenizer_config.json", {"added_tokens_decoder": added} | config)
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False) | {"special": True}
+    tokens = tokenizer.get_added_tokens_decoder().items()
+    added = {str(number): {"content": token.content} | flags for number, token in tokens}
+    write_json(folder / "tokenizer_config.json", {"added_tokens_decoder": added} | settings)
     return tokenizer.get_vocab_size()

@@ -189,33 +189,15 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
     )
     assert torch.get_num_threads() == 1
     limit_threads(before)
-    assert asdict(engine.info()) == {
-        "model": "tiny-bert",
-        "model_source": "folder",
-        "revision": None,
-        "commit": None,
-        "fingerprint": engine.fingerprint,
-        "template": "{}",
-        "prompts": {},
-        "pooling": ("mean",),
-        "dimensions": 32,
-        "matryoshka_dimensions": (),
-        "variant": {},
-        "task": "embed",
-        "labels": [],
-        "max_tokens": 512,
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "attention": native.level() or "torch",
-        "compiled_off": native.compiled_off(),
-        "gain": None,
-        "reuse_off": [],
-        "database": asdict(engine.map_reuse.database.info()),
-        "key_values": None,
-        "key_values_off": "switched off",
-        "blending": None,
-    }
+    assert asdict(engine.info()) == (
+        {"model": "tiny-bert", "model_source": "folder", "revision": None, "commit": None}
+        | {"fingerprint": engine.fingerprint, "template": "{}", "prompts": {}, "pooling": ("mean",)}
+        | {"dimensions": 32, "matryoshka_dimensions": (), "variant": {}, "task": "embed", "labels": []}
+        | {"max_tokens": 512, "dtype": "float32", "device": "cpu", "threads": 1}
+        | {"attention": native.level() or "torch", "compiled_off": native.compiled_off(), "gain": None}
+        | {"reuse_off": [], "database": asdict(engine.map_reuse.database.info()), "key_values": None}
+        | {"key_values_off": "switched off", "blending": None}
+    )
     assert tiny_engine.info().database is None
 
 
