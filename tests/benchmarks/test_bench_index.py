@@ -15,8 +15,8 @@ from benchmarks.measuring.index import Cloud
 LARGE = product.EXACT_BELOW + 900
 
 
-def measured(count: int, cloud: Cloud = Cloud.RANDOM) -> bench.IndexReport:
-    return bench.measure(cloud, count, 32, queries=8, threads=1, rounds=1, progress=lambda *_: None)
+def measured(count: int) -> bench.IndexReport:
+    return bench.measure(Cloud.RANDOM, count, 32, queries=8, threads=1, rounds=1, progress=lambda *_: None)
 
 
 def test_command_reports_every_cloud_and_number_of_vectors(tmp_path):

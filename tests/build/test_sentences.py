@@ -33,11 +33,9 @@ corpora = st.lists(
 
 
 def split_of(corpus, seed: int = 0):
-    return split([ids for ids, _ in corpus], [source for _, source in corpus], MAX_LENGTH, generator(seed))
-
-
-def generator(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
+    return split(
+        [ids for ids, _ in corpus], [source for _, source in corpus], MAX_LENGTH, np.random.default_rng(seed)
+    )
 
 
 @settings(deadline=None)

@@ -44,9 +44,9 @@ def texts(path: str, column: str = "text", file_format: str | None = None) -> li
     return [text for (text,) in read_rows(path, (column,), file_format)]
 
 
-def refusal(path: str, *columns: str, file_format: str | None = None) -> InvalidInput:
+def refusal(path: str, *columns: str) -> InvalidInput:
     with pytest.raises(InvalidInput) as refused:
-        list(read_rows(path, columns or ("text",), file_format))
+        list(read_rows(path, columns or ("text",)))
     assert len(str(refused.value).splitlines()) == 1
     assert SECRET not in str(refused.value)
     return refused.value

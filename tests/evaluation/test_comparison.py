@@ -94,8 +94,8 @@ def turned(outputs: np.ndarray, indices, angle: float) -> np.ndarray:
     return changed.astype(np.float32)
 
 
-def agreement_task(comparator: OutputComparator = COSINE, full: np.ndarray = FULL) -> AgreementTask:
-    return AgreementTask("texts", comparator, SEQUENCES, full)
+def agreement_task(comparator: OutputComparator = COSINE) -> AgreementTask:
+    return AgreementTask("texts", comparator, SEQUENCES, FULL)
 
 
 def fakes(clock: Clock, **methods: Fake):
@@ -352,9 +352,8 @@ def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_check
     sharing = shared_maps_engine(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")
     logits = prefill(full, sequences, reuse=False).outputs
     changed = prefill(sharing, sequences).outputs
-    labels = [
-        full.decisions.labels[row.argmax()] for row in logits[::-1]
-    ]  # labels that are right for some texts
+    # Labels that are right for some texts.
+    labels = [full.decisions.labels[row.argmax()] for row in logits[::-1]]
     methods = {
         "full": lambda batch: prefill(full, batch, reuse=False),
         "lazyformer": lambda batch: prefill(sharing, batch),

@@ -55,12 +55,11 @@ class Machine:
         return figures(way, 1 - loss, speed)
 
 
-def search(machine: Machine, layers: int = 6) -> None:
+def search(machine: Machine) -> None:
     searching = Search(machine, BUDGET, 0.05)
     searching.try_each([INT8, INT4, MAPS])
-    order = list(range(layers))
-    searching.try_dropping(lambda dropped: Way(drop_attention=dropped), order)
-    searching.try_dropping(lambda dropped: Way(drop_blocks=dropped), order)
+    searching.try_dropping(lambda dropped: Way(drop_attention=dropped), range(6))
+    searching.try_dropping(lambda dropped: Way(drop_blocks=dropped), range(6))
     searching.combine()
 
 

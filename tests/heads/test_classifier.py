@@ -18,11 +18,11 @@ DIMENSIONS = 12
 TOLERANCE = 1e-5
 
 
-def clouds(classes: int, each: int = 20, seed: int = 0) -> tuple[np.ndarray, list[str]]:
+def clouds(classes: int, seed: int = 0) -> tuple[np.ndarray, list[str]]:
     """Make embeddings [n, 12] of overlapping classes, of various lengths, with unsorted labels."""
     random = np.random.default_rng(seed)
     centres = random.normal(size=(classes, DIMENSIONS))
-    rows = np.repeat(np.arange(classes), each)
+    rows = np.repeat(np.arange(classes), 20)
     embeddings = centres[rows] + random.normal(size=(len(rows), DIMENSIONS))
     embeddings *= random.uniform(0.1, 5, size=(len(rows), 1))
     return embeddings.astype(np.float32), [f"label {classes - row}" for row in rows]

@@ -84,16 +84,8 @@ def install_wheels() -> None:
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     target = ENVIRONMENT / "lib" / "python3.11" / "site-packages"
     options = ["--quiet", "--target", str(target), "--python-version", "3.11", "--only-binary", ":all:"]
-    uv = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        *options,
-        "--python-platform",
-        "aarch64-manylinux_2_28",
-    ]
+    platform = ("--python-platform", "aarch64-manylinux_2_28")
+    uv = [sys.executable, "-m", "uv", "pip", "install", *options, *platform]
     run(*uv, "--no-deps", "--require-hashes", "--requirement", str(LOCK))
     run(*uv, "--constraint", str(ROOT / "constraints.txt"), *TEST_PACKAGES)
     # Emulated, compiling the modules would take minutes. The byte code is the same on all processors.

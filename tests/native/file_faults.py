@@ -41,14 +41,13 @@ def guard_of(path: str):
 class Mapped:
     """A mapped file of whole pages; every byte of a page is the page's number, counted from 1."""
 
-    def __init__(self, pages: int = PAGES) -> None:
+    def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._file.write(b"".join(bytes([number + 1]) * PAGE for number in range(pages)))
+        self._file.write(b"".join(bytes([number + 1]) * PAGE for number in range(PAGES)))
         self._file.flush()
-        self.pages = pages
-        self.map = mmap.mmap(self._file.fileno(), pages * PAGE, mmap.MAP_PRIVATE)
+        self.size = PAGES * PAGE
+        self.map = mmap.mmap(self._file.fileno(), self.size, mmap.MAP_PRIVATE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.size = pages * PAGE
 
     def cut(self, pages: int) -> None:
         os.ftruncate(self._file.fileno(), pages * PAGE)

@@ -45,11 +45,6 @@ def after(policy: ReusePolicy, steps: list[int | None]) -> ReusePolicy:
     return policy
 
 
-def kept(folder: Path) -> dict:
-    """Return the content of tightened.json for the policy."""
-    return json.loads((folder / "tightened.json").read_bytes())["policies"][POLICY.digest]
-
-
 @pytest.fixture
 def folder(tiny_database, tmp_path) -> Path:
     """A database with three length groups that a test may change."""
@@ -178,7 +173,8 @@ def test_findings_of_another_policy_are_kept_separately(tmp_path):
         assert newer.keep({}).windows == ()
         assert ServedPolicy(tmp_path, other).policy == other.tightened(1)
     assert ServedPolicy(tmp_path, POLICY).policy == POLICY.tightened(0)
-    assert kept(tmp_path)["windows"]
+    content = json.loads((tmp_path / "tightened.json").read_bytes())
+    assert content["policies"][POLICY.digest]["windows"]
 
 
 def test_policy_without_a_budget_keeps_no_findings_and_needs_no_file(tmp_path):

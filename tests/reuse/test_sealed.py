@@ -55,8 +55,8 @@ def folder(twins, tmp_path) -> Path:
     return Path(shutil.copytree(twins[0], tmp_path / "a.db"))
 
 
-def segment(folder: Path, length: int = 7) -> Path:
-    return folder / "maps" / f"{length:05d}.maps"
+def segment(folder: Path) -> Path:
+    return folder / "maps" / "00007.maps"
 
 
 def adopt(folder: Path, *paths: Path) -> None:

@@ -55,8 +55,8 @@ def policy_of(stored=NEVER, prototype=NEVER, mean=NEVER, searched=True) -> Reuse
     return ReusePolicy(Budget(Measure.COSINE, 0.9), (LengthGroup(10, kinds, searched),))
 
 
-def engine_of(checkpoint, folder, policy: ReusePolicy, heads=None) -> PrefillEngine:
-    database = AttentionDatabase.open(folder, heads=heads)
+def engine_of(checkpoint, folder, policy: ReusePolicy) -> PrefillEngine:
+    database = AttentionDatabase.open(folder)
     database = replace(database, search=replace(database.search, policy=policy))
     return PrefillEngine.load(checkpoint, database=database, dtype="float32")
 

@@ -57,12 +57,12 @@ def fails(losses, allowed):
     return sum(capitals) / 3 >= 2000
 
 
-def hits_until_failure(fidelities, budget, at_once=8):
-    """Return after how many hits a server finds a shortfall if it looks every few hits; else infinity."""
+def hits_until_failure(fidelities, budget):
+    """Return after how many hits a server finds a shortfall if it looks every 8 hits; else infinity."""
     verified = VerifiedHits(budget)
-    for first in range(0, len(fidelities), at_once):
-        if verified.add(FIRST, fidelities[first : first + at_once]):
-            return first + at_once
+    for first in range(0, len(fidelities), 8):
+        if verified.add(FIRST, fidelities[first : first + 8]):
+            return first + 8
     return math.inf
 
 

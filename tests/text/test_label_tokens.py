@@ -50,16 +50,16 @@ class Oracle:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     @torch.inference_mode()
-    def summed(self, text, label, template=TEMPLATE):
+    def summed(self, text, label):
         """Return the summed log-probability of a label's tokens after the text in its template."""
-        prompt = self.tokenizer(template.around(text))["input_ids"]
-        whole = self.tokenizer(template.around(text) + " " + label)["input_ids"]
+        prompt = self.tokenizer(TEMPLATE.around(text))["input_ids"]
+        whole = self.tokenizer(TEMPLATE.around(text) + " " + label)["input_ids"]
         assert whole[: len(prompt)] == prompt
         logs = self.model(torch.tensor([whole])).logits[0].log_softmax(dim=1)
         return sum(float(logs[index - 1, whole[index]]) for index in range(len(prompt), len(whole)))
 
-    def scores(self, texts, labels, template=TEMPLATE):
-        return np.array([[self.summed(text, label, template) for label in labels] for text in texts])
+    def scores(self, texts, labels):
+        return np.array([[self.summed(text, label) for label in labels] for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def engine(tiny_llama):
     return load(tiny_llama)
 
 
-def summed(engine, texts, labels, template=None, reuse=False):
+def summed(engine, texts, labels, reuse=False):
     """Return the engine's scores of all labels for all texts, computed in one batch."""
-    label_tokens = engine.decisions.labels_in(template, labels)
+    label_tokens = engine.decisions.labels_in(None, labels)
     sequences = engine.tokenize(texts, prompt=label_tokens.prompt)
     plans = [label_tokens.prompt.sequence_plan(index) for index in range(len(sequences))]
     result = prefill(engine, sequences, reuse=reuse, plans=plans)

@@ -222,11 +222,11 @@ def test_every_item_that_enters_the_store_is_in_one_tier_or_was_dropped(
     assert result.misses == len(result.memory) + len(result.disk) + result.count(Action.DROP)
 
 
-def session_trace(seed, service_seconds, sessions=40):
+def session_trace(seed, service_seconds):
     """Poisson sessions at 1/s, with 5.75 turns on average; one server answers in the order of arrival."""
     source = random.Random(seed)
     arrivals, session_start = [], 0.0
-    for session in range(sessions):
+    for session in range(40):
         session_start += source.expovariate(1.0)
         turn = session_start
         arrivals.append((turn, session))
