@@ -11,13 +11,10 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 # Importing them takes seconds, so one process does it for all that are started.
 _FORKSERVER.set_forkserver_preload(
     [
-        "benchmarks.measuring.peers",
-        "benchmarks.measuring.prefix_peers",
-        "attncache_core.build.renewal",
-        "service.cli",
+        *("benchmarks.measuring.peers", "benchmarks.measuring.prefix_peers"),
+        *("attncache_core.build.renewal", "service.cli"),
         # A calibration imports them when it fits curves.
-        "sklearn.isotonic",
-        "sklearn.linear_model",
+        *("sklearn.isotonic", "sklearn.linear_model"),
     ]
 )
 Result = TypeVar("Result")

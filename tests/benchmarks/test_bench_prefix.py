@@ -21,14 +21,8 @@ from benchmarks.measuring.prefix_peers import PREFIX_PEERS
 from benchmarks.measuring.stores import open_store
 from benchmarks.papers.mmlu import read_questions
 
-METHODS = [
-    RECOMPUTED,
-    "shared in the batch",
-    "first visit, stored",
-    "from memory",
-    "from disk",
-    "known texts",
-]
+STORED_METHODS = ("shared in the batch", "first visit, stored", "from memory", "from disk", "known texts")
+METHODS = [RECOMPUTED, *STORED_METHODS]
 
 
 @pytest.fixture

@@ -47,9 +47,8 @@ def built(tiny_checkpoint, tmp_path_factory):
             server.join()
     assert len(folders) == 2
     assert folders[0] == folders[1]
-    assert (
-        max(shares) > 0.6
-    )  # no mask of this small model keeps the budget, so the last two stages are left out
+    # No mask of this small model keeps the budget, so the last two stages are left out.
+    assert max(shares) > 0.6
     assert all(0 <= share <= 1 for share in shares)
     return folders[0], builders
 
@@ -79,12 +78,8 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
     folder, _ = built
     before = (folder / "manifest.json").stat()
     seen = []
-    again = build_default_database(
-        tiny_checkpoint,
-        cache_dir=folder.parent.parent,
-        dtype="float32",
-        progress=lambda *step: seen.append(step),
-    )
+    options = {"dtype": "float32", "progress": lambda *step: seen.append(step)}
+    again = build_default_database(tiny_checkpoint, cache_dir=folder.parent.parent, **options)
     assert again == folder
     assert seen == []
     assert (folder / "manifest.json").stat() == before

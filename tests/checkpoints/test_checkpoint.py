@@ -205,12 +205,8 @@ def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, conte
 @pytest.mark.parametrize(
     "file",
     [
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "config.json",
-        "1_Pooling/config.json",
-        "3_Dense/model.safetensors",
+        *("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"),
+        *("1_Pooling/config.json", "3_Dense/model.safetensors"),
     ],
 )
 def test_folder_that_was_cloned_without_lfs_is_refused_with_the_remedy(copied, file):
@@ -487,12 +483,8 @@ def test_fingerprint_changes_with_a_vocabulary_outside_tokenizer_json(copied):
 @pytest.mark.parametrize(
     "name",
     [
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.json",
-        "chat_template.jinja",
-        "additional_chat_templates/tools.jinja",
+        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("chat_template.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"),
     ],
 )
 def test_fingerprint_changes_with_each_file_of_tokenizer_settings(copied, name):

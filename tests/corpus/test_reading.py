@@ -287,14 +287,8 @@ def test_standard_input_is_lines_by_default_and_is_read_once(standard_input, fil
     assert texts("-", "query", file_format="jsonl") == ["hello"]
     standard_input(b"caf\xe9\n")
     assert "not UTF-8" in str(refusal("-"))
-    for first in (
-        b"label\ttext",
-        b"label,text",
-        b'"a","text"',
-        b"text",
-        b'{"text": "hello"}',
-        b' [{"text": 1}]',
-    ):
+    rows = (b"label\ttext", b"label,text", b'"a","text"', b"text")
+    for first in (*rows, b'{"text": "hello"}', b' [{"text": 1}]'):
         standard_input(b"\n" + first + b"\nhello\n")
         assert "give --format, if the command has it" in str(refusal("-"))
         standard_input(b"\n" + first + b"\nhello\n")
