@@ -170,7 +170,9 @@ async def test_sampling_goes_on_in_the_next_database_when_the_present_one_is_set
     assert sampled(tmp_path / "aside") == [(1, 2)]
 
 
-def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
+async def test_texts_that_could_not_be_written_and_those_of_the_pause_behind_are_counted(
+    tmp_path, monkeypatch
+):
     def fail(_self):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -178,8 +180,10 @@ def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
     kept = Sampling(100, 168.0, Metrics())
     kept.begin(tmp_path)
     kept.offer(None, [PrefillPart.of([[1, 2], [3, 4]])])
+    await until(lambda: kept.state.problem)
+    kept.offer(None, [PrefillPart.of([[5, 6]])])
     kept.close()
-    assert kept.state.dropped == 2
+    assert kept.state.dropped == 3
 
 
 def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
