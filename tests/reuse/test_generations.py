@@ -73,6 +73,9 @@ def test_published_generation_is_opened_and_the_plain_one_stays(
     assert id_of(root) == id_of(tiny_prototypes_database)
     assert AttentionDatabase.open(root).folder == root / "generations" / "000001"
     assert (kept(root), not (root / ".renewal").exists()) == ([0, 1], True)
+    # Figures and maps of texts are the owner's.
+    modes = [(root / name).stat().st_mode & 0o777 for name in ("renewals.jsonl", "generations")]
+    assert modes == [0o600, 0o700]
     assert AttentionDatabase.open(root).verify() == []
     roll_back(root)
     assert id_of(root) == id_of(tiny_database)
@@ -81,6 +84,11 @@ def test_published_generation_is_opened_and_the_plain_one_stays(
 def test_last_two_generations_are_kept_and_the_plain_one_is_removed_whole(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     served = AttentionDatabase.open(root)
+    # What servers and a calibration have written beside the files of the build.
+    for name in ("gain.json", "calibrated_on.json", "tightened.json"):
+        (root / name).touch()
+        (root / f".{name}.lock").touch()
+    (root / ".calibrated_on.json.lock").unlink()
     for _ in range(2):
         renew(root, tiny_prototypes_database)
     assert kept(root) == [2, 3]
