@@ -13,8 +13,8 @@ from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
 from kv_models import ANY_SHAPE
-from running import metrics_of, until_metric
-from verifying import VERIFIED, verify_all
+from running import metrics_of, samples, until_metric
+from verifying import FAILURES, VERIFIED, verify_all
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
@@ -351,6 +351,18 @@ async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed
     assert wrong.status_code == one.status_code == 400
 
 
+def blended_sequence(engine):
+    """A prompt of segments that an engine with a gate blends."""
+    *turns, query, between = engine.tokenizer.turns([*SEGMENTS, BODY["query"], "\n"])
+    return segmented(engine.tokenizer.frame(engine.tokenizer.default_prompt), turns, query, between)
+
+
+def blended_requests(engine, count):
+    sequence = blended_sequence(engine)
+    blend = engine.blending.blend(sequence, sequence.ids, b"")
+    return [PrefillRequest(sequence.ids, False, blend=blend)] * count
+
+
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
     folder, tmp_path, caplog
 ):
@@ -361,20 +373,20 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine.open_gate(gate, link)
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
-    ids = joined(engine, BODY)
-    *turns, query, between = engine.tokenizer.turns([*SEGMENTS, BODY["query"], "\n"])
-    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
-    sequence = segmented(frame, turns, query, between)
+    sequence, ids = blended_sequence(engine), joined(engine, BODY)
     assert sequence.ids == ids
     for steps, ratio in ((1, 0.1), (2, None)):
-        blend = engine.blending.blend(sequence, ids, b"")
-        requests = [PrefillRequest(ids, False, blend=blend)] * 60
+        requests = blended_requests(engine, 60)
         verifier.offer(requests, engine.run(requests), engine.blending.gate)
         verify_all(verifier)
         assert engine.blending.gate.steps == steps
         assert verifier.subject == gate.digest != replace(gate, prompts=gate.prompts + 1).digest
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
+    # The pending hits of the looser gates were dropped, and not verified.
+    values = samples(metrics.render().decode())
+    assert values[(VERIFIED,)] + values[("attncache_verify_dropped_total",)] == 120
+    assert values[("attncache_verify_dropped_total",)] > 0
     assert "could not be changed" not in caplog.text
     # What another process has found is followed and kept, and the pending hits of a looser gate are dropped.
     write_gate(path, gate)
@@ -392,6 +404,41 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine.blending.gate = replace(gate, steps=2)
     assert engine.blending.blend(sequence, ids, b"") is None
     assert engine.info().blending["off"] == "verified answers did not keep the budget"
+
+
+def test_answers_of_a_gate_that_another_server_has_tightened_meanwhile_tighten_it_no_more(folder, tmp_path):
+    engine, path, metrics = load(folder), tmp_path / "blend.json", Metrics()
+    gate = gate_of(engine, 0.0, 0.1, least=0.9999)
+    write_gate(path, gate)
+    engine.open_gate(gate, path)
+    verifier = BlendVerifier(engine, 1.0, metrics)
+    requests = blended_requests(engine, 60)
+    verifier.offer(requests, engine.run(requests), gate)
+    write_gate(path, replace(gate, steps=1))
+    verify_all(verifier)
+    assert engine.blending.gate.steps == 1
+    assert samples(metrics.render().decode())[(FAILURES,)] == 0
+
+
+def test_answer_that_is_not_finite_is_not_verified_and_one_of_which_the_exact_one_is_not_fails(
+    folder, monkeypatch
+):
+    engine = load(folder)
+    engine.open_gate(gate_of(engine, 0.0, least=0.99))
+    verifier = BlendVerifier(engine, 1.0, Metrics())
+    requests = blended_requests(engine, 30)
+    sound = engine.run(requests)
+    damaged = replace(sound, finite=np.zeros(30, dtype=bool))
+    verifier.offer(requests, damaged, verifier.policy)
+    assert not verifier.has_work
+    verifier.offer(requests, sound, verifier.policy)
+
+    def run(_engine, hits):
+        return replace(damaged, outputs=sound.outputs[: len(hits)], finite=damaged.finite[: len(hits)])
+
+    monkeypatch.setattr(PrefillEngine, "run", run)
+    verify_all(verifier)
+    assert verifier.steps() == [1]
 
 
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder):

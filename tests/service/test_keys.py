@@ -705,9 +705,9 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, 
     named.write_text('{"text": "the bank was closed today", "key": "two"}\n', encoding="utf-8")
     unnamed.write_text("the bank was closed today\n", encoding="utf-8")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
-    for path, keys in ((named, None), (unnamed, file)):
+    for path, keys in ((named, {}), (unnamed, {"api_keys": file}), (unnamed, {"api_key": f"two {TWO}"})):
         with pytest.raises(InvalidSettings, match=r'line 1: (give|leave out) "key"'):
-            warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
+            warm(engine, read_warm_file(path), read_settings({"warm": path, **keys}))
     warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
     async with serving(engine, api_keys=file) as client:
         shown = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, serving
 from raw_http import make_certificate
-from running import samples, until
+from running import Clock, samples, until
 from valkeys import running_valkey
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -641,6 +642,28 @@ async def test_a_name_that_is_looked_up_for_too_long_holds_up_no_question(valkey
 
     await until(is_back)
     shared.close()
+
+
+def test_connecting_takes_no_time_from_the_question_that_needs_it(valkey, monkeypatch):
+    # Each part that is sent or received takes so long, and a new connection takes at least four.
+    seconds = itertools.count(step=0.75)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 30.0)
+    shared = blocks.SharedBlocks(SharedAddress.parse(valkey.url))
+    assert shared.heads(["a"], 1) == [b""]
+    shared.close()
+
+
+def test_part_of_an_answer_is_waited_for_no_longer_than_the_question_may_take(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=clock))
+    patience = client._Patience(0.25, 1.0)
+    assert patience.left() == 0.25
+    clock.seconds = 0.875
+    assert patience.left() == 0.125
+    clock.seconds = 1.0
+    with pytest.raises(TimeoutError):
+        patience.left()
 
 
 # Security, and the start.
