@@ -189,7 +189,10 @@ class BatchRunner:
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
         for request in requests:
-            request.timing.add_batch(started, len(result))
+            timing = request.timing
+            timing.batch_at = timing.batch_at or started
+            timing.batches += 1
+            timing.batch_sequences = max(timing.batch_sequences, len(result))
         counted: list[Outcome] = []
         first = 0
         for piece in batch:
