@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -13,12 +14,13 @@ from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
 from kv_models import ANY_SHAPE
-from running import metrics_of, samples, until_metric
+from running import metrics_of, samples, until, until_metric
 from verifying import FAILURES, VERIFIED, verify_all
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
+from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, write_gate
 from attncache_core.reuse.maps.policy import Budget
@@ -164,6 +166,34 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder):
     for response in (off, later):
         assert response.headers["X-AttnCache-Repeated"] == "0/1"
         np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
+
+
+async def test_each_blended_prompt_is_answered_before_the_next_one_is_computed(folder, monkeypatch):
+    engine, may_run, runs, run = blending(folder, 0.5), threading.Semaphore(0), [], Runner.run
+
+    def noting(self, requests):
+        runs.append(len(requests))
+        may_run.acquire(timeout=60)
+        return run(self, requests)
+
+    async with serving(engine) as client:
+        monkeypatch.setattr(Runner, "run", noting)
+        first = asyncio.create_task(asked(client, "/embed", BODY))
+        await until(lambda: runs)
+        second, third, left = (
+            asyncio.create_task(asked(client, "/embed", {**BODY, "query": query})) for query in "abc"
+        )
+        await until_metric(client, 3, "attncache_queue_sequences")
+        may_run.release(2)
+        await asyncio.gather(first, second)
+        assert not third.done()
+        # Nor is a prompt computed whose client has left meanwhile.
+        left.cancel()
+        await asyncio.wait([left])
+        may_run.release(2)
+        await third
+        await asked(client, "/embed", BODY)
+    assert runs == [1] * 4
 
 
 def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
