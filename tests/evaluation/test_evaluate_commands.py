@@ -298,7 +298,7 @@ PAIRS = f"{SCORED}1\t{PRIVATE}\tx\n2\tx\tx\n"
     ("kind", "content", "options", "words"),
     [
         ("sts", f"rating\tsentence1\tsentence2\n1\t{PRIVATE}\tx\n", (), ("no column 'score'", "'rating'")),
-        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is not a number")),
+        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("line 3", "'score' is not a number")),
         ("sts", SCORED, (), ("data.tsv has no pairs",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("data.tsv: all pairs have the same 'score'",)),
         ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "has 2 columns, and the header has 3")),

@@ -84,7 +84,7 @@ def test_build_of_few_texts_says_what_hits_with_an_unmeasured_threshold(
 
 def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
     options = (
-        *("--corpus", files / "corpus.tsv", "--source-column", "mould"),
+        *("--corpus", f"{files / 'corpus.tsv'}:text", "--source-column", "mould"),
         *("--min-cosine", "0.9", "--min-agreement", "0.8", "--prototypes", "2"),
         *("--heads", "layers:0-1", "--max-length", "6", "--seed", "3"),
     )
@@ -96,6 +96,9 @@ def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
     assert manifest.build["seed"] == 3
     assert manifest.stored_heads == (4, 4, 0)
     assert max(manifest.records) == 6
+    several = "--corpus", f"{files / 'corpus.tsv'}:text,label", "--source-column", "mould"
+    refused = build(tiny_checkpoint, tmp_path / "b.db", *several)
+    assert (refused.exit_code, "name one column for the texts" in refused.stderr) == (2, True)
     # The four texts of a mould are held out together.
     assert manifest.build["held_out"] % 4 == 0
     assert manifest.build["held_out"] > 0
