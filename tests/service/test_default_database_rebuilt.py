@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from core_models import flip
 from raw_http import wait_until
 
 from attncache_core import AttentionDatabase, BuildFailed, UnsupportedModel, default_corpus
@@ -21,13 +22,6 @@ from service.settings import Settings
 
 CORPUS = default_corpus()
 RECORDED = CORPUS[0].text
-
-
-def change_a_byte_of_an_index(folder):
-    index = next(folder.glob("index/*.faiss"))
-    content = bytearray(index.read_bytes())
-    content[-1] ^= 1
-    index.write_bytes(content)
 
 
 def cut_a_segment(folder):
@@ -92,7 +86,7 @@ def hits(client):
 
 
 def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(start, tiny_checkpoint, folder):
-    change_a_byte_of_an_index(folder)
+    flip(next(folder.glob("index/*.faiss")), -1)
     servers = [Server(start, tiny_checkpoint, folder) for _ in "ab"]
     with locked(folder, on_wait=lambda: None):
         # While the lock is held, neither server can rename or build the database, and both serve.
