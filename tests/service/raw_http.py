@@ -199,19 +199,6 @@ async def request_and_leave(app, content, leave):
     async def send(message):
         answered.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/embed",
-        "raw_path": b"/embed",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-        "server": ("test", 80),
-        "client": ("test", 1),
-    }
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
     await app(scope, receive, send)
     return answered

@@ -209,11 +209,6 @@ main()
 def test_server_notices_who_leaves_and_finishes_its_requests_after_sigterm(start):
     server = start("loads").wait_until_ready()
     with httpx.Client(base_url=server.url(), timeout=30) as client:
-        assert client.get("/health").status_code == 200
-        assert client.get("/embed").status_code == 405
-        large = {f"X-{number}": "x" * 50_000 for number in range(20)}
-        assert client.get("/health", headers=large).status_code == 431
-        assert client.get("/health", headers={"X-1": "x" * 50_000}).status_code == 200
         with pytest.raises(httpx.ReadTimeout):
             client.post("/embed", json={"inputs": "gone"}, timeout=0.1)
         wait_until(lambda: server.metric('requests_total{route="/embed",status="499"}') == 1)
