@@ -89,8 +89,7 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
     folder = default_database_folder(tiny_checkpoint, tmp_path)
     shutil.copytree(tiny_database, folder)
     next(folder.glob("maps/*.maps")).unlink()
-    settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
-    engine = next(load_engines(settings, tiny_checkpoint))
+    engine = next(first_start(tiny_checkpoint, tmp_path, **given))
     assert engine.map_reuse is None
     assert engine.info().reuse_off == [loading.DAMAGED]
     # The database stays unchanged until the first engine serves.

@@ -8,7 +8,7 @@ import time
 import pytest
 from fake_engine import FakeEngine, begun, serving
 from queueing import queued
-from raw_http import post, read_response, wait_until
+from raw_http import EMBED, read_response, wait_until
 from server_process import get
 
 from service.errors import InvalidSettings
@@ -75,9 +75,6 @@ async def test_clients_of_one_connection_take_turns_if_the_proxy_is_trusted(trus
         engine.may_run.set()
         assert [(await response).status_code for response in answered] == [200] * 3
     assert any("single" in batch for batch in engine.batches[:4]) == takes_turns
-
-
-EMBED = post(b'{"inputs": "a"}')
 
 
 @pytest.mark.parametrize("workers", [1, 2])

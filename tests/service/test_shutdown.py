@@ -13,8 +13,10 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from raw_http import (
+    EMBED,
     HEALTH,
     PATIENCE_SECONDS,
+    READY,
     post,
     read_response,
     read_responses,
@@ -25,9 +27,6 @@ from raw_http import (
 from server_process import get
 
 from service.workers.server import allow_files
-
-READY = HEALTH.replace(b"/health", b"/ready")
-EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
 
 
 def refuses(server):

@@ -194,11 +194,11 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines():
 LIMITED = policy_of(floor=0.95, limit=StrangenessLimit(strangest=0.04, usual=0.02))
 
 
-def mixed_engine(policy=LIMITED):
+def mixed_engine():
     """An engine for which texts that begin with "odd" are strange, and hits of texts with "bad" are bad."""
     return FakeEngine(
         stored=AnyText(),
-        policy=policy,
+        policy=LIMITED,
         damage=lambda text: 0.1 if "bad" in text else 0.001,
         strangeness=lambda text: 0.03 if text.startswith("odd") else 0.01,
     )
