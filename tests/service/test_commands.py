@@ -190,13 +190,14 @@ def test_inspect_shows_a_folder_as_it_is_named(built, tmp_path):
 
 def test_inspect_as_json_is_the_manifest_on_a_terminal_without_utf_8_too(built, tmp_path):
     folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    content = (folder / "manifest.json").read_text(encoding="utf-8")
+    assert (folder / "key").read_bytes().hex() not in content
+    (group,) = json.loads(content)["policy"]["groups"]
+    assert group["kinds"]["0"]["threshold"] == 0.9
     replace(AttentionDatabase.open(folder).manifest, model="modèle").write(folder)
     printed = CliRunner(charset="latin-1").invoke(main, ["inspect", str(folder), "--json"])
     assert printed.stdout_bytes == (folder / "manifest.json").read_bytes()
     assert "modèle".encode() in printed.stdout_bytes
-    assert (folder / "key").read_bytes().hex() not in printed.stdout_bytes.decode()
-    (group,) = json.loads(printed.stdout_bytes)["policy"]["groups"]
-    assert group["kinds"]["0"]["threshold"] == 0.9
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,6 @@ def test_host_beside_a_unix_socket_is_refused_unless_it_is_a_variable_which_the_
     ("unknown", "advice"),
     [
         ("ATTNCACHE_PROT", "did you mean ATTNCACHE_PORT"),
-        ("ATTNCACHE_MAX_BATCH_TOKEN", "did you mean ATTNCACHE_MAX_BATCH_TOKENS"),
-        ("ATTNCACHE_TREADS", "did you mean ATTNCACHE_THREADS"),
         ("ATTNCACHE_ZZQX", "attncache serve --help lists all"),  # resembles no known one
     ],
 )
