@@ -572,11 +572,9 @@ async def test_tokens_are_charged_though_the_client_gets_no_answer(tmp_path, way
     engine = FakeEngine()
     text = f"one {ONE} tokens_per_minute=10\ntwo {TWO}\nops {OPS} admin\n"
     async with serving(engine, api_keys=keys_file(tmp_path, text)) as client:
-        engine.may_run.clear()
         header = {"X-AttnCache-Timeout": "60" if way == "leaves" else "0.2"}
         body = {"inputs": "c" * 30}
-        sent = asyncio.create_task(client.post("/embed", json=body, headers={**bearer(ONE), **header}))
-        await asyncio.to_thread(engine.runs.acquire)
+        sent = await begun(engine, client.post("/embed", json=body, headers={**bearer(ONE), **header}))
         if way == "leaves":
             sent.cancel()
         await asyncio.wait([sent])

@@ -698,34 +698,25 @@ async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("saving", "is_told"),
+    ("options", "others", "warning", "is_told"),
     [
-        (["--save", ""], False),
-        (["--save", "3600", "1"], True),
-        (["--appendonly", "yes"], True),
-        (["--appendonly", "yes", "--appendfsync", "always"], False),
+        (("--save", ""), "kv,quotas", "older histories", False),
+        (("--save", "3600", "1"), "kv,quotas", "older histories", True),
+        (("--appendonly", "yes"), "kv,quotas", "older histories", True),
+        (("--appendonly", "yes", "--appendfsync", "always"), "kv,quotas", "older histories", False),
+        (("--maxmemory", "0", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", True),
+        (("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru"), "sessions", "set a maxmemory", True),
+        (("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", False),
     ],
 )
-async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash(
-    tmp_path, caplog, saving, is_told
+async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash_or_refuse_blocks(
+    tmp_path, caplog, options, others, warning, is_told
 ):
-    with running_valkey(tmp_path, *saving) as valkey:
-        _check_shared(Settings(shared=valkey.url, shared_uses="kv,quotas"))
-        assert "older histories" not in caplog.text
+    with running_valkey(tmp_path, *options) as valkey:
+        _check_shared(Settings(shared=valkey.url, shared_uses=others))
+        assert warning not in caplog.text
         _check_shared(Settings(shared=valkey.url))
-    assert ("older histories" in caplog.text) == is_told
-
-
-@pytest.mark.parametrize(
-    ("maxmemory", "policy", "is_told"),
-    [("0", "allkeys-lru", True), ("1gb", "volatile-lru", True), ("1gb", "allkeys-lru", False)],
-)
-async def test_start_warns_of_a_store_that_may_refuse_blocks(tmp_path, caplog, maxmemory, policy, is_told):
-    with running_valkey(tmp_path, "--maxmemory", maxmemory, "--maxmemory-policy", policy) as valkey:
-        _check_shared(Settings(shared=valkey.url, shared_uses="sessions"))
-        assert "set a maxmemory" not in caplog.text
-        _check_shared(Settings(shared=valkey.url))
-    assert ("set a maxmemory" in caplog.text) == is_told
+    assert (warning in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("answer", [{}, {"save": "", "appendonly": "yes"}])
