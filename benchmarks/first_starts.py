@@ -49,16 +49,12 @@ def start(folder: Path, database: Path | None, patience: float) -> tuple[float, 
     if database is not None:
         copied = shutil.copytree(database, folder / "a.db", ignore=shutil.ignore_patterns("gain.json"))
         options = ["--database", str(copied)]
-    serve = (
-        "-c",
-        "from service.cli import main; main()",
-        "serve",
-        "--port",
-        "0",
-    )
+    serve = ("-c", "from service.cli import main; main()", "serve", "--port", "0")
     started = time.perf_counter()
     with running(sys.executable, *serve, "--cache-dir", str(folder), *options, log=log) as server:
         while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
+            if server.poll() is not None:
+                raise SystemExit(log.read_text()[-2000:])
             time.sleep(0.02)
         with httpx.Client(base_url=found[1]) as client:
             while client.post("/embed", json={"inputs": "Where is my parcel?"}).status_code != 200:

@@ -9,20 +9,34 @@ from functools import partial
 from fastapi import FastAPI
 
 from attncache_core.version import __version__
-from service.routes import cache, explain, health, page
+from service.routes import cache, explain, health, openai, page
 from service.routes.classify import classify
 from service.routes.embed import embed
 from service.routes.inference_route import InferenceRoute
-from service.routes.openai import models
-from service.routes.openai.classify import ClassificationRequest, Classifications, create_classifications
-from service.routes.openai.embeddings import create_embeddings
-from service.routes.openai.schemas import OPENAI, RERANK, Embeddings, EmbeddingsRequest
-from service.routes.tei.embeddings import EmbedAllRequest, SimilarityRequest, embed_all, similarity
-from service.routes.tei.predict import PredictRequest, predict
-from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
-from service.routes.tei.root import TaskRequest, task
-from service.routes.tei.schemas import TEI, TeiErrorBody
-from service.routes.tei.tokens import DecodeRequest, SimpleToken, TokenizeRequest, decode, tokenize
+from service.routes.openai import (
+    OPENAI,
+    RERANK,
+    ClassificationRequest,
+    Classifications,
+    Embeddings,
+    EmbeddingsRequest,
+    create_classifications,
+    create_embeddings,
+)
+from service.routes.rerank import Rank, Ranked, RerankRequest, rerank
+from service.routes.tei import (
+    TEI,
+    EmbedAllRequest,
+    PredictRequest,
+    SimilarityRequest,
+    TaskRequest,
+    TeiErrorBody,
+    embed_all,
+    predict,
+    similarity,
+    task,
+)
+from service.routes.tokens import DecodeRequest, SimpleToken, TokenizeRequest, decode, tokenize
 from service.schemas import ClassifyRequest, EmbedRequest, LabelScore
 from service.settings import Settings
 from service.state import Loaded, ServiceState
@@ -142,7 +156,7 @@ def create_app(
     )
     for router in (
         health.router,
-        models.router,
+        openai.router,
         page.docs_router,
         *([page.router] if settings.page else []),
         *([cache.router, explain.router] if settings.admin else []),

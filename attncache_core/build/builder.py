@@ -197,9 +197,7 @@ class _Build:
         )
         layers, heads = len(self.model.layers), self.model.layers[0].heads
         self.rank, self.damage = natural_rank(layers, heads), np.zeros((layers, heads))
-        self.budget = default_budget(
-            engine, options.min_cosine, options.min_text_cosine, options.min_agreement
-        )
+        self.budget = default_budget(engine, options)
         decides = self.budget.measure is Measure.AGREEMENT
         self.classifier = engine.classifier if decides else None
         self.use = use_of(engine.checkpoint, decides=decides and self.classifier is None)

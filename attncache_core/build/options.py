@@ -40,10 +40,8 @@ class BuildOptions:
     seed: int = 0
 
 
-def default_budget(
-    engine: PrefillEngine, min_cosine: float, min_text_cosine: float, min_agreement: float
-) -> Budget:
+def default_budget(engine: PrefillEngine, options: BuildOptions) -> Budget:
     """Return the budget in agreement of decisions if the engine has classes, else in cosine."""
     if engine.decisions.labels is not None:
-        return Budget(Measure.AGREEMENT, min_agreement)
-    return Budget(Measure.COSINE, min_cosine, min_text_cosine)
+        return Budget(Measure.AGREEMENT, options.min_agreement)
+    return Budget(Measure.COSINE, options.min_cosine, options.min_text_cosine)

@@ -241,7 +241,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
     Raises InvalidInput if there is no budget that a new generation can be measured by.
     """
     manifest, budget = present.manifest, present.manifest.policy.budget
-    if not budget.binds or manifest.build.get("threshold") is not None:
+    if not budget.binds:
         raise InvalidInput(
             f"database {present.folder} keeps no quality budget, so nothing can show that a new generation "
             "is better; build it again without --threshold, and with a budget",
@@ -255,6 +255,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
         )
     known = {option.name for option in fields(BuildOptions)}
     given = {name: value for name, value in manifest.build.items() if name in known}
+    given["threshold"] = None  # a calibration has set a budget since
     form = given.get("form")
     given["form"] = MapForm(form) if form else None
     if synthetic_only:

@@ -59,8 +59,8 @@ class TokenStatistics:
     def _mean(self) -> np.ndarray:
         known = np.flatnonzero(self.counts)
         weights = (self.counts[known] / self.counts.sum()).astype(np.float32)
-        parts = range(0, len(known), _TOKENS_PER_PASS)
-        return np.sum([weights[_part(at)] @ self._embeddings(known[_part(at)]) for at in parts], axis=0)
+        parts = zip(_parts(weights), _parts(known), strict=True)
+        return np.sum([weights @ self._embeddings(ids) for weights, ids in parts], axis=0)
 
     @torch.inference_mode()
     def _embeddings(self, ids: np.ndarray) -> np.ndarray:
@@ -136,8 +136,7 @@ class _Fit:
         direction = self._direction(everyone)
         coefficients, intercept = self._quantile(self._statistics(self._of_tokens @ direction), everyone)
         vocabulary = np.arange(len(self._tokens.counts))
-        parts = range(0, len(vocabulary), _TOKENS_PER_PASS)
-        weights = [self._tokens.of(vocabulary[_part(at)]) @ direction for at in parts]
+        weights = [self._tokens.of(part) @ direction for part in _parts(vocabulary)]
         return Familiarity(
             np.concatenate(weights).astype(np.float32),
             coefficients.astype(np.float32),
@@ -195,5 +194,5 @@ def _folds(kinds: Sequence[str | None]) -> list[np.ndarray]:
     return [folds == fold for fold in range(_FOLDS) if (folds == fold).any()]
 
 
-def _part(at: int) -> slice:
-    return slice(at, at + _TOKENS_PER_PASS)
+def _parts(of_tokens: np.ndarray) -> list[np.ndarray]:
+    return np.split(of_tokens, range(_TOKENS_PER_PASS, len(of_tokens), _TOKENS_PER_PASS))

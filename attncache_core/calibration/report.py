@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def report(chosen: Calibrated, options: Sequence[Calibrated], probes: Probes) ->
         "heads": chosen.mask.total,
         **_figures(chosen, np.ones(len(probes.sequences), dtype=bool)),
         "saved_microseconds": chosen.saved,
-        "lengths": _counts(probes.lengths),
+        "lengths": dict(Counter(map(str, probes.lengths.tolist()))),
         "groups": groups,
         "candidates": [
             {
@@ -59,9 +60,3 @@ def _figures(chosen: Calibrated, rows: np.ndarray) -> dict[str, Any]:
         "mean": mean_or_none(fidelity),
         "lower_bound": float(1 - bound) if np.isfinite(bound) else None,
     }
-
-
-def _counts(lengths: np.ndarray) -> dict[str, int]:
-    """Return the number of probes of each length."""
-    values, counts = np.unique(lengths, return_counts=True)
-    return dict(zip(map(str, values.tolist()), counts.tolist(), strict=True))

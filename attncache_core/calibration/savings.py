@@ -49,15 +49,19 @@ def measure_savings(
     """Measure the time that hits save and searches cost on this machine.
 
     order: layer -> its heads, the mildest to reuse first. Hits are timed in whole passes at up to three
-    lengths of the probes, once with a third of the heads that records hold and once with all of these heads.
-    Searches are timed on batches of probes of all lengths.
+    lengths of the probes that have records, once with a third of the heads that records hold and once with
+    all of these heads. Searches are timed on batches of probes of all lengths. Without a probe whose length
+    has records, hits save nothing.
     """
     stored = search.store.layout.stored_heads
-    spread = np.linspace(0, len(probes.sequences) - 1, 7).round().astype(int)[1::2]
+    recorded = probes.lengths[np.isin(probes.lengths, list(search.store.segments))]
+    if not len(recorded):
+        return Savings(lambda lengths, _: np.zeros(len(lengths)), lambda _: 0.0)
+    spread = np.linspace(0, len(recorded) - 1, 7).round().astype(int)[1::2]
     passes = []
     for reused in ([-(-heads // 3) for heads in stored], stored):
         model = with_reused(engine, order, reused)
-        for length in np.unique(probes.lengths[spread]).tolist():
+        for length in np.unique(recorded[spread]).tolist():
             passes.append((length, sum(reused), saved_by_hits(model, search, length)))
     batches = embedded_batches(engine.model, probes.sequences)
     return Savings(per_hit=fit_savings(passes), search=lambda lengths: search_cost(search, batches, lengths))

@@ -101,7 +101,12 @@ def choose_limit(
     """
     probes, unfamiliar_probes = terms.probes, unfamiliar.probes
     kinds = apply_policy(unfamiliar_probes, measured_unfamiliar, option.mask, option.policy).kinds
-    damage = np.concatenate([_damage_of(measured, option.kinds), _damage_of(measured_unfamiliar, kinds)])
+    damage = np.concatenate(
+        [
+            np.choose(of_kinds, [effect[kind].damage for kind in RecordKind])
+            for effect, of_kinds in ((measured, option.kinds), (measured_unfamiliar, kinds))
+        ]
+    )
     # The test is asked about no text of a rare length, and a fit to such texts is worse for others.
     long_enough = np.concatenate([probes.lengths, unfamiliar_probes.lengths]) > terms.rare
     known = np.flatnonzero(np.isfinite(damage) & long_enough)
@@ -281,13 +286,12 @@ def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dic
     worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
     hits = sum(map(len, left_out.values()))
     harmed = sum(int(budget.harmed(fidelities).sum()) for fidelities in left_out.values())
-    with_hits = {kind: fidelities for kind, fidelities in left_out.items() if len(fidelities)}
     return {
         "kinds": len(left_out),
         "hits": hits,
         "harmed": harmed,
-        # Few hits, and kinds without hits, say little: the bound is not below that of independent hits.
-        "harmed_at_most": max(_harmed_at_most(budget, with_hits), share_bound(harmed, hits)),
+        # Few hits say little: the bound is not below that of independent hits.
+        "harmed_at_most": max(_harmed_at_most(budget, left_out), share_bound(harmed, hits)),
         "worst": worst
         and {
             "kind": worst,
@@ -299,16 +303,9 @@ def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dic
 
 
 def _harmed_at_most(budget: Budget, left_out: Mapping[str, np.ndarray]) -> float:
-    """Return the upper bound of the share of harmed hits, with 95 % confidence over the kinds of text."""
-    harmed = [int(budget.harmed(hits).sum()) for hits in left_out.values()]
-    return share_bound_over(harmed, [len(hits) for hits in left_out.values()])
+    """Return the upper bound of the share of harmed hits, with 95 % confidence over the kinds of text.
 
-
-def _damage_of(measured: Mapping[RecordKind, Measured], kinds: np.ndarray) -> np.ndarray:
-    """Return the damage of the record of the given kind on each probe, float64 [n].
-
-    kinds: the RecordKind of each probe, int64 [n].
+    Kinds without hits say nothing about it.
     """
-    of_kinds = np.array([measured[kind].damage for kind in RecordKind])
-    damage: np.ndarray = of_kinds[kinds, np.arange(len(kinds))]
-    return damage
+    with_hits = [hits for hits in left_out.values() if len(hits)]
+    return share_bound_over([int(budget.harmed(hits).sum()) for hits in with_hits], list(map(len, with_hits)))

@@ -21,7 +21,7 @@ def read_texts(source: str, column: str = "text", file_format: str | None = None
     source: "FILE", of which `column` is read, or "FILE:column,column".
     Raises InvalidInput if read_rows raises it.
     """
-    path, columns = _path_and_columns(source, column)
+    path, columns = path_and_columns(source, column)
     return [text for row in read_rows(path, columns, file_format) for text in row]
 
 
@@ -34,7 +34,7 @@ def read_labelled(
     Raises InvalidInput if read_rows raises it, if several columns are named, if a label has spaces around it,
     and if the file has no rows.
     """
-    path, columns = _path_and_columns(source, text_column)
+    path, columns = path_and_columns(source, text_column)
     if len(columns) > 1:
         raise InvalidInput(
             f"{path}: name one column for the texts, because their labels are read too", field="data"
@@ -63,14 +63,14 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     and if all ratings are equal.
     """
     left, right, ratings = [], [], []
-    for number, row in enumerate(read_rows(path, (first, second, rating), numbers=[rating]), 1):
+    for number, row in numbered_rows(path, (first, second, rating), numbers=[rating]):
         try:
             # Python reads 1_0 as 10, and no file means that.
             ratings.append(math.nan if "_" in row[2] else float(row[2]))
         except ValueError:
             ratings.append(math.nan)
         if not math.isfinite(ratings[-1]):
-            raise InvalidInput(f"{path}, row {number}: {rating!r} is not a number", field="data")
+            raise InvalidInput(f"{path}, line {number}: {rating!r} is not a number", field="data")
         left.append(row[0])
         right.append(row[1])
     if not ratings:
@@ -105,7 +105,7 @@ def neighbours(items: Iterable[T], size_of: Callable[[T], int], most: int) -> It
         yield found
 
 
-def _path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:
+def path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:
     """Split "FILE:column,column". A source without columns, or the full name of a file, gets `column`."""
     path, colon, columns = source.rpartition(":")
     if not colon or Path(source).exists():

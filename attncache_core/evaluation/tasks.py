@@ -6,13 +6,12 @@ A score is a fraction: a Spearman correlation, an accuracy, or the agreement wit
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.stats import ConstantInputWarning, spearmanr
+from scipy.stats import spearmanr
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
@@ -118,11 +117,9 @@ class SimilarityTask:
             count = len(pairs.ratings)
             left, right = outputs[first : first + count], outputs[first + count : first + 2 * count]
             found = cosines(left, right)
-            if np.ptp(found) < _ROUNDING:
-                found = np.ones(count)
-            # SciPy warns if all cosines are equal, and returns NaN, which stands for what is not measurable.
-            with warnings.catch_warnings(action="ignore", category=ConstantInputWarning):
-                scores[name] = float(spearmanr(found, pairs.ratings).statistic)
+            # Equal cosines have no correlation: NaN stands for what is not measurable.
+            is_equal = np.ptp(found) < _ROUNDING
+            scores[name] = float("nan") if is_equal else float(spearmanr(found, pairs.ratings).statistic)
             first += 2 * count
         return scores
 

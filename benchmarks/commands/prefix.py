@@ -162,6 +162,9 @@ def bench_prefix(
                 report_absent,
             )
         )
+        for method in chosen.values():
+            if method.key_values:  # behind the measurement, but before its folder is removed
+                stack.callback(method.key_values.store.close)
         chosen |= {worker.peer: bench.Peer(engine, worker, prefixes_found) for worker in workers}
         progress = stack.enter_context(shown_progress())
         rows = bench.measure(chosen, parts, sizes, progress)
@@ -224,16 +227,7 @@ def _show(
     for size in dict.fromkeys(row.batch for row in rows):
         show_table(
             f"prompts of {tokens:.0f} tokens, {f'in batches of {size}' if size > 1 else 'each alone'}",
-            [
-                "method",
-                "texts/s",
-                "speed-up",
-                "least",
-                "tokens computed",
-                "given",
-                "difference",
-                "cosine",
-            ],
+            ["method", "texts/s", "speed-up", "least", "tokens computed", "given", "difference", "cosine"],
             [
                 [
                     row.method,

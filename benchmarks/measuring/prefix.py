@@ -63,14 +63,6 @@ class Overhead:
     pairs: int
 
 
-@dataclass(frozen=True)
-class Done:
-    """A batch that was run."""
-
-    seconds: float
-    result: PrefillResult | None  # None: of another engine
-
-
 class Method:
     """A way to run texts. The subclasses prepare what is stored."""
 
@@ -90,9 +82,9 @@ class Method:
     def before_batch(self) -> None:
         """Called before each batch of a pass."""
 
-    def timed(self, texts: Ids) -> Done:
-        """Run texts as one batch."""
-        return Done(*timed(lambda: self.run(texts)))
+    def timed(self, texts: Ids) -> tuple[float, PrefillResult | None]:
+        """Run texts as one batch. Returns the seconds and the result; None: another engine's."""
+        return timed(lambda: self.run(texts))
 
     def run(self, texts: Ids) -> PrefillResult:
         """Run texts as one batch."""
@@ -233,12 +225,12 @@ class Peer(Method):
         for prefix in prefixes:
             worker.embeddings(tokens=[prefix])
 
-    def timed(self, texts: Ids) -> Done:
+    def timed(self, texts: Ids) -> tuple[float, None]:
         """See Method. Raises InvalidInput if the engine fails."""
         seconds = self._worker.seconds(1, tokens=texts)
         if not seconds:
             raise InvalidInput(f"{self._worker.peer} failed: {self._worker.absent}", field="peer")
-        return Done(seconds[0], None)
+        return seconds[0], None
 
 
 def methods(
@@ -345,8 +337,8 @@ def _run(method: Method, texts: Ids, size: int) -> _Pass:
     for first in range(0, len(texts), size):
         method.before_batch()
         batches.append(method.timed(texts[first : first + size]))
-    results = [done.result for done in batches if done.result]
-    return _Pass(len(texts), sum(done.seconds for done in batches), results)
+    results = [result for _, result in batches if result]
+    return _Pass(len(texts), sum(seconds for seconds, _ in batches), results)
 
 
 def _row(name: str, size: int, passes: dict[tuple[str, int], list[_Pass]]) -> Row:
@@ -382,5 +374,5 @@ def _ratio(plain: Method, stored: Method, texts: Ids, number: int) -> float:
     """Return seconds with storing / seconds without. number: an even one begins without."""
     seconds = {}
     for method in (plain, stored) if number % 2 == 0 else (stored, plain):
-        seconds[method] = method.timed(texts).seconds
+        seconds[method] = method.timed(texts)[0]
     return seconds[stored] / seconds[plain]

@@ -52,7 +52,13 @@ class Disturbances:
             await asyncio.sleep(every)
 
     def _some_file(self) -> Path:
-        files = [path for path in self._live.rglob("*") if path.is_file() and path.stat().st_size]
+        def files_left() -> list[Path]:
+            return [path for path in self._live.rglob("*") if path.is_file() and path.stat().st_size]
+
+        files = files_left()
+        if not files:
+            self._restore()
+            files = files_left()
         return self._random.choice([path for path in files if path.suffix == ".maps"] or files)
 
     def _cut(self) -> None:

@@ -82,6 +82,6 @@ async def _load(
 async def _watch(server: Process, clients: Clients, samples: list[Sample], every: float) -> None:
     began = time.perf_counter()
     while True:
-        memory, second = server.memory(), time.perf_counter() - began
-        samples.append(Sample(second, memory.private, memory.mapped, server.files(), clients.record.texts))
+        second = time.perf_counter() - began
+        samples.append(Sample(second, *server.memory(), server.files(), clients.record.texts))
         await asyncio.sleep(every)

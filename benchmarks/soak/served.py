@@ -20,26 +20,17 @@ _START_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of a process in MiB."""
-
-    private: float  # that only this process has: heap, weights, caches
-    mapped: float  # pages of mapped files, which the system can take back
-
-
-@dataclass(frozen=True)
 class Process:
     """A server that runs."""
 
     process: subprocess.Popen[bytes]
     url: str
-    log: Path
 
-    def memory(self) -> Memory:
-        """Return the memory of the process now."""
+    def memory(self) -> tuple[float, float]:
+        """Return the memory that only this process has, and the mapped files in memory, in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
         sizes = {name: int(size) / 1024 for name, size in re.findall(r"^(Rss\w+):\s+(\d+) kB", status, re.M)}
-        return Memory(sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"])
+        return sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"]
 
     def files(self) -> int:
         """Return the number of open files and sockets."""
@@ -57,7 +48,7 @@ def serving(log: Path, options: Sequence[str]) -> Iterator[Process]:
     with log.open("wb") as written:
         started = subprocess.Popen(command, stdout=written, stderr=written)
         try:
-            yield Process(started, _ready_at(started, log), log)
+            yield Process(started, _ready_at(started, log))
             started.terminate()
             if started.wait(_STOP_SECONDS):
                 raise RuntimeError(f"the server ended with code {started.returncode}")

@@ -112,6 +112,21 @@ class BatchRunner:
 
     def run(self, batch: Batch) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
+        blended = [piece for piece in batch if piece.prefill.blends]
+        if len(blended) < len(batch):
+            self._run_together([piece for piece in batch if not piece.prefill.blends])
+        # The engine blends prompt by prompt, so a request that ran with others would only wait for them.
+        self._run_one_by_one(blended)
+
+    def _run_one_by_one(self, batch: Batch) -> None:
+        """Run each slice of a batch by itself, unless its request has ended meanwhile."""
+        for piece in batch:
+            if piece.request.future.done():
+                self.give_up([piece])
+            else:
+                self._run_together([piece])
+
+    def _run_together(self, batch: Batch) -> None:
         try:
             self._run(batch)
         # A panic in compiled code is not an Exception.
@@ -150,11 +165,7 @@ class BatchRunner:
             result = None
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
-            for piece in batch:
-                if piece.request.future.done():
-                    self.give_up([piece])
-                else:
-                    self.run([piece])
+            self._run_one_by_one(batch)
             return
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
@@ -189,7 +200,10 @@ class BatchRunner:
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
         for request in requests:
-            request.timing.add_batch(started, len(result))
+            timing = request.timing
+            timing.batch_at = timing.batch_at or started
+            timing.batches += 1
+            timing.batch_sequences = max(timing.batch_sequences, len(result))
         counted: list[Outcome] = []
         first = 0
         for piece in batch:

@@ -34,7 +34,7 @@ from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
-from service.batching.results import Results, SequenceNames
+from service.batching.results import Results
 from service.batching.sources import Source, Texts
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
@@ -146,16 +146,14 @@ class Batcher:
             shares,
             salt if reuse and shares else None,
             engine.may_blend(used, labels, reads),
-            SequenceNames(salt, used.sequence_plans)
-            if reuse and repeats and self._results is not None
-            else None,
+            salt if reuse and repeats and self._results is not None else None,
             timing or Timing(),
             answered=answered if maps else None,
             longest=engine.tokenizer.max_tokens,
             seconds=seconds,
         )
         # A request whose token ids are wanted is tokenised.
-        if request.names is not None and request.answered is None and isinstance(source, Texts):
+        if request.names_salt is not None and request.answered is None and isinstance(source, Texts):
             request.digest = source.digest(used, salt)
         request.timing.queued_at = time.perf_counter()
         with self._closing:
@@ -209,7 +207,9 @@ class Batcher:
             with self._watching():
                 made = request.next_part(self._runner.engine, self._limits.request_tokens)
             seconds = time.perf_counter() - started
-            request.timing.add_part(started, seconds)
+            timing = request.timing
+            timing.tokenized_at = timing.tokenized_at or started
+            timing.tokenize_seconds += seconds
             self._metrics.tokenize_seconds.observe(seconds)
             # After the end of a request, nothing more is counted for it, because nobody would be charged.
             return None if request.future.done() else self._runner.not_known(made)

@@ -25,7 +25,7 @@ from attncache_core.text.limits import require_some_tokens
 from attncache_core.text.pairs import truncated_sequences
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.batching.results import SequenceNames
+from service.batching.results import sequence_names
 from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
@@ -175,7 +175,8 @@ class PendingRequest:
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
     may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
-    names: SequenceNames | None = None  # None: results are computed for this request alone
+    # Of the names of its results; None: results are computed for this request alone.
+    names_salt: bytes | None = None
     timing: Timing = field(default_factory=Timing)
     # Gets `parts` once the request is answered; None: they are not kept.
     answered: Callable[[Sequence[PrefillPart]], None] | None = None
@@ -255,8 +256,8 @@ class PendingRequest:
         if self.shares_prefixes or part.salt is not None:
             self._count_given(engine, part, piece)
         # Another salt than the request's own says that keys and values were truncated, which approximates.
-        if self.names is not None and part.salt == self.salt:
-            piece.names = self.names.of(made, places)
+        if self.names_salt is not None and part.salt == self.salt:
+            piece.names = sequence_names(self.names_salt, plans, made, places)
         self.tokenized = places.stop
         return piece
 
@@ -290,7 +291,8 @@ class PendingRequest:
                 blends = list(map(engine.blending.blend, chunked, sequences, repeat(salt)))
                 piece.prefill.blends = blends if any(blends) else None
                 whole = [
-                    blend.tokens if blend else tokens for blend, tokens in zip(blends, whole, strict=True)
+                    min(tokens, blend.computed_tokens(engine.stored_tokens)) if blend else tokens
+                    for blend, tokens in zip(blends, whole, strict=True)
                 ]
         if self.shares_prefixes:
             before = [] if self._last_ids is None else [self._last_ids]

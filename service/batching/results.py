@@ -17,9 +17,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -67,39 +66,30 @@ def _bytes(result: PrefillResult) -> int:
     return numbers + _ARRAY_BYTES * len(of_sequences) + _OVERHEAD_BYTES
 
 
-class SequenceNames:
-    """Names the sequences of one request: equal names have equal results."""
+def sequence_names(
+    salt: bytes, plans: Sequence[SequencePlan], part: PrefillPart, places: Sequence[int]
+) -> list[bytes]:
+    """Return the names of sequences of one request: equal names have equal results.
 
-    def __init__(self, salt: bytes, plans: Sequence[SequencePlan]) -> None:
-        """salt: requests of other salts share no result. plans: what is read from the sequences.
-
-        Both are read when the first sequence is named, because plans may hold the tokens of many labels.
-        """
-        self._salt = salt
-        self._plans = plans
-
-    def of(self, part: PrefillPart, places: Sequence[int]) -> list[bytes]:
-        """Return the name of each sequence. places: of each, among the sequences of the request."""
-        named, plans = [], len(self._plans)
-        for index, (first, stop) in enumerate(pairwise(part.offsets)):
-            name = self._common.copy()
-            if plans > 1 or part.pairs:
-                # The types of a pair's tokens are not in its token ids.
-                types = token_types(part.pairs[index]) if part.pairs else None
-                name.update(repr((places[index] % plans, types)).encode() + b"\0")
-            name.update(part.ids[first:stop])
-            named.append(name.digest())
-        return named
-
-    @cached_property
-    def _common(self) -> Any:  # a hash object, which has no public type
-        common = hashlib.blake2b(b"%d:" % len(self._salt) + self._salt, digest_size=16)
-        for plan in self._plans:
-            counts = plan.prompt_tokens, len(plan.continuation), len(plan.targets), plan.states
-            common.update(array("q", counts))
-            common.update(array("q", plan.continuation))
-            common.update(array("q", chain.from_iterable(plan.targets)))
-        return common
+    salt: requests of other salts share no result. plans: what is read from each sequence of a text. places:
+    of each sequence of the part, among the sequences of the request.
+    """
+    common = hashlib.blake2b(b"%d:" % len(salt) + salt, digest_size=16)
+    for plan in plans:
+        counts = plan.prompt_tokens, len(plan.continuation), len(plan.targets), plan.states
+        common.update(array("q", counts))
+        common.update(array("q", plan.continuation))
+        common.update(array("q", chain.from_iterable(plan.targets)))
+    names = []
+    for index, (first, stop) in enumerate(pairwise(part.offsets)):
+        name = common.copy()
+        if len(plans) > 1 or part.pairs:
+            # The types of a pair's tokens are not in its token ids.
+            types = token_types(part.pairs[index]) if part.pairs else None
+            name.update(repr((places[index] % len(plans), types)).encode() + b"\0")
+        name.update(part.ids[first:stop].data)
+        names.append(name.digest())
+    return names
 
 
 class Lookup(Enum):

@@ -12,11 +12,12 @@ from attncache_core import (
     AttentionDatabase,
     BuildOptions,
     CorpusSentence,
+    InvalidInput,
     PrefillEngine,
     build_database,
 )
 from attncache_core.build.options import MAX_SEED
-from attncache_core.corpus.reading import read_texts
+from attncache_core.corpus.reading import path_and_columns, read_texts
 from attncache_core.corpus.tables import FORMATS, read_rows
 from service.commands.database import show_database
 from service.commands.options import (
@@ -197,9 +198,12 @@ def _read_corpus(
     corpus: str, column: str, source_column: str | None, file_format: str | None
 ) -> list[CorpusSentence]:
     if source_column:
-        return [
-            CorpusSentence(text, source)
-            for text, source in read_rows(corpus, (column, source_column), file_format)
-        ]
+        path, columns = path_and_columns(corpus, column)
+        if len(columns) > 1:
+            raise InvalidInput(
+                f"{path}: name one column for the texts, because their sources are read too", field="corpus"
+            )
+        rows = read_rows(path, (columns[0], source_column), file_format)
+        return [CorpusSentence(text, source) for text, source in rows]
     # Without a source column, every text is a source of its own.
     return [CorpusSentence(text, text) for text in read_texts(corpus, column, file_format)]

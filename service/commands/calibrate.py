@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,7 +21,7 @@ from attncache_core import (
     PrefillEngine,
     calibrate_database,
 )
-from attncache_core.build.options import default_budget
+from attncache_core.build.options import BuildOptions, default_budget
 from attncache_core.calibration.blending import calibrate_blending, read_segmented
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
@@ -76,9 +77,7 @@ def calibrate(
     listwise: bool,
     exclude: tuple[str, ...],
     classifier: Path | None,
-    min_cosine: float,
-    min_text_cosine: float,
-    min_agreement: float,
+    **bounds: Any,
 ) -> None:
     """Choose what may be reused within a quality budget: of a database (--texts), or of chunks (--segments).
 
@@ -93,19 +92,16 @@ def calibrate(
     the budget. A calibration that was stopped continues.
     """
     load = partial(load, classifier=LinearClassifier.load(classifier) if classifier else None)
-    chosen_budget = partial(
-        default_budget,
-        min_cosine=min_cosine,
-        min_text_cosine=min_text_cosine,
-        min_agreement=min_agreement,
-    )
+    chosen_budget = partial(default_budget, options=BuildOptions(**bounds))
     if segments is not None:
         if database is not None or texts:
             raise InvalidInput("give --segments, or --database with --texts, not both", field="segments")
         if output is None:
             raise InvalidInput("--segments needs --output, the file to write", field="output")
         # Of a list, clients read which document is the best one.
-        own_budget = (lambda _: Budget(Measure.AGREEMENT, min_agreement)) if listwise else chosen_budget
+        own_budget = (
+            (lambda _: Budget(Measure.AGREEMENT, bounds["min_agreement"])) if listwise else chosen_budget
+        )
         _calibrate_segments(load, own_budget, segments, output, separator, listwise)
         return
     if database is None or not texts:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from attncache_core import InvalidInput
-from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
+from attncache_core.corpus.reading import path_and_columns, read_labelled, read_rated, read_texts
 from attncache_core.evaluation.tasks import (
     ClassificationTask,
     RatedPairs,
@@ -129,5 +129,5 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
         raise InvalidInput("the data has no texts", field="data")
     evaluation = Evaluation(Request(**options), classifier)
     # A file may be given several times, with other columns.
-    names = dict.fromkeys(Path(source.partition(":")[0]).stem for source in data)
+    names = dict.fromkeys(Path(path_and_columns(source, "")[0]).stem for source in data)
     evaluation.run_agreement(", ".join(names), evaluation.tokenize(texts))

@@ -55,9 +55,17 @@ def exclude_option(command: Command) -> Command:
     return with_options(with_excluded, excluding, click.option("--without", multiple=True, hidden=True))
 
 
-def _of_settings(name: str, kind: Any) -> Callable[[Command], Command]:
-    """Return an option with the help of the option of `serve`."""
-    return click.option(option_name(name), type=kind, help=Settings.model_fields[name].description)
+def _of_settings(name: str, kind: Any, metavar: str | None = None) -> Callable[[Command], Command]:
+    """Return an option with the default and the help of the option of `serve`."""
+    field = Settings.model_fields[name]
+    return click.option(
+        option_name(name),
+        type=kind,
+        metavar=metavar,
+        default=field.default,
+        show_default=bool(field.default),
+        help=field.description,
+    )
 
 
 max_tokens_option = click.option(
@@ -67,15 +75,7 @@ max_tokens_option = click.option(
 )
 
 
-device_option = click.option(
-    "--device",
-    type=click.Choice(get_args(Device)),
-    default="cpu",
-    show_default=True,
-    help=Settings.model_fields["device"].description,
-)
-
-
+device_option = _of_settings("device", click.Choice(get_args(Device)))
 quantize_texts_option = _of_settings("quantize_texts", str)
 
 
@@ -125,12 +125,8 @@ def engine_options(command: Command) -> Command:
 
 def drop_options(command: Command) -> Command:
     """Add --drop-attention and --drop-block."""
-    for name in ("drop_block", "drop_attention"):
-        field = Settings.model_fields[name]
-        command = click.option(option_name(name), default="", metavar="LAYERS", help=field.description)(
-            command
-        )
-    return command
+    drops = (_of_settings(name, str, "LAYERS") for name in ("drop_attention", "drop_block"))
+    return with_options(command, *drops)
 
 
 template_option = _of_settings("template", click.Path(path_type=Path))
@@ -153,18 +149,8 @@ model_option = click.option(
 )
 
 
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(get_args(Dtype)),
-    default="auto",
-    show_default=True,
-    help=Settings.model_fields["dtype"].description,
-)
-threads_option = click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="Threads of the model and the index. Default, and at most: as many as the processor quota allows.",
-)
+dtype_option = _of_settings("dtype", click.Choice(get_args(Dtype)))
+threads_option = _of_settings("threads", click.IntRange(min=1))
 
 
 def whole_model_options(command: Command) -> Command:

@@ -85,7 +85,7 @@ class RegularRenewals:
         except ValidationError:
             reason = printed or f"its process {end_of(process)}"
             logger.warning("the database could not be renewed: %s", reason)
-            return time.time() + min(_RETRY_SECONDS, self._seconds)
+            return time.time() + _RETRY_SECONDS
         logger.info("%s", renewal.told())
         if renewal.result is Result.NO_GAIN:
             logger.info("no renewal is tried again until the server is started again")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.corpus.reading import neighbours
-from service.access.keys import namespace_of
+from service.access.keys import key_ring, namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Body, Text
@@ -69,6 +70,7 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
         raise _refused(f"has no effect: {error}") from error
     started = logged = time.monotonic()
     chosen = [_chosen(engine, line, settings, f"{settings.warm}, line {number}") for number, line in lines]
+    _warn_of_unknown_keys(lines, settings)
     done = 0
     for batch in neighbours(chosen, lambda each: each.tokens, settings.max_batch_tokens):
         engine.run([request for prompt in batch for request in prompt.requests(engine)])
@@ -101,6 +103,19 @@ def _json_line(line: str, where: str) -> WarmLine:
     if [read.text, read.template, read.segment].count(None) != 2:
         raise _refused(f"{where}: {_ACCEPTED}")
     return read
+
+
+def _warn_of_unknown_keys(lines: Sequence[tuple[int, WarmLine]], settings: Settings) -> None:
+    with suppress(InvalidSettings):  # a file of keys that is just being replaced must not end the start
+        keys = key_ring(settings)
+        names = {line.key: number for number, line in reversed(lines) if line.key is not None}
+        for name in sorted(names.keys() - set(keys.names if keys else ())):
+            logger.warning(
+                'line %d of %s is warmed for the "key" %r, and no API key has this name now',
+                names[name],
+                settings.warm,
+                name,
+            )
 
 
 def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: str) -> Chosen:

@@ -38,17 +38,6 @@ class Timing:
     batch_sequences: int = 0  # of the largest of them, with the sequences of other requests
     tokens: int = 0  # of its sequences until now: they are tokenised part by part, when their turn comes
 
-    def add_part(self, began: float, seconds: float) -> None:
-        """Note that a part was tokenised."""
-        self.tokenized_at = self.tokenized_at or began
-        self.tokenize_seconds += seconds
-
-    def add_batch(self, began: float, sequences: int) -> None:
-        """Note a batch of this number of sequences."""
-        self.batch_at = self.batch_at or began
-        self.batches += 1
-        self.batch_sequences = max(self.batch_sequences, sequences)
-
 
 class FinishedRequest(NamedTuple):
     """What is told of a request. It holds no text, no key, no path of a client's choice and no query."""

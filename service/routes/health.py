@@ -20,7 +20,7 @@ from attncache_core.engine.info import EngineInfo
 from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
 from service.routes.inference_route import ERRORS, FOR_ADMINS
-from service.routes.openai.models import served_name
+from service.routes.openai import served_name
 from service.settings import Settings
 from service.upkeep.watchdog import Condition
 from service.web.call import CurrentCall

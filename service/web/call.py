@@ -59,12 +59,11 @@ class Answer(NamedTuple):
     content: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
     status: int = 200
-    media_type: bytes = b"application/json"
 
     async def send(self, send: Send) -> None:
         """Send the response."""
         headers = [
-            (b"content-type", self.media_type),
+            (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(self.content)),
             *self.headers,
         ]

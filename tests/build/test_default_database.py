@@ -97,7 +97,7 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 def test_folder_has_a_plain_name_of_model_fingerprint_and_format(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.4"
+    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.5"
 
 
 def test_other_weights_templates_or_pooling_have_another_folder(

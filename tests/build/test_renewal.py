@@ -313,10 +313,20 @@ def test_texts_that_the_present_generation_has_recorded_are_not_measured(root, l
     assert renewed.measured["held_out"] == 20
 
 
-def test_database_without_a_budget_is_refused(load, texts, tiny_database, tmp_path):
+def test_database_without_a_budget_is_refused_until_a_calibration_sets_one(
+    load, texts, tiny_database, tmp_path
+):
     root = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     with pytest.raises(InvalidInput, match="keeps no quality budget"):
         renew_database(load, root, texts, min_gain=0)
+    database = AttentionDatabase.open(root)
+    assert database.manifest.build["threshold"] is not None
+    budget = Budget(Measure.COSINE, 0.5)
+    policy = replace(database.manifest.policy, budget=budget)
+    options = renewal._options_like(
+        replace(database, manifest=replace(database.manifest, policy=policy)), False
+    )
+    assert (options.threshold, options.min_cosine) == (None, 0.5)
 
 
 def test_what_cannot_be_renewed_is_refused_before_anything_is_built(

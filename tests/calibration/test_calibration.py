@@ -22,6 +22,7 @@ from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.strangeness_limit import choose_limit
 from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.calibration.trial import savings_of
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
@@ -287,11 +288,12 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
 
 
 def test_budget_is_agreement_where_there_are_classes(tiny_engine, classifier):
-    assert default_budget(tiny_engine, 0.9, 0.7, 0.8) == Budget(Measure.COSINE, 0.9, 0.7)
-    assert default_budget(classifier, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    options = BuildOptions(min_cosine=0.9, min_text_cosine=0.7, min_agreement=0.8)
+    assert default_budget(tiny_engine, options) == Budget(Measure.COSINE, 0.9, 0.7)
+    assert default_budget(classifier, options) == Budget(Measure.AGREEMENT, 0.8)
     decided = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
     fitted = replace(tiny_engine, classifier=decided)
-    assert default_budget(fitted, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    assert default_budget(fitted, options) == Budget(Measure.AGREEMENT, 0.8)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
@@ -384,3 +386,12 @@ def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, reco
         assert saved[2] >= saved[1] >= saved[0]
         assert (savings.per_hit(np.array([5, 7, 500]), 8) >= saved).all()
         assert savings.search({5, 7}) > 0
+
+
+def test_sequences_of_lengths_without_records_save_nothing(tiny_engine, recorded):
+    lengths = np.array([5, 500])
+    long = savings_of(tiny_engine, recorded.search, [[0] * 40])
+    assert (long.per_hit(lengths, 4).tolist(), long.search({5, 40})) == ([0.0, 0.0], 0.0)
+    some = savings_of(tiny_engine, recorded.search, [[0] * 40, [0] * 5, [0] * 90])
+    assert np.isfinite(some.per_hit(lengths, 4)).all()
+    assert some.search({5}) > 0

@@ -274,6 +274,17 @@ def test_traffic_has_the_lengths_and_hit_rates_of_the_calibration(database):
     assert sum(traffic.lengths.values()) == database.manifest.quality["measured"]
     assert traffic.hit_rates == {0: 1.0, 1: 1.0}
 
+    def rates(policy, **quality):
+        manifest = replace(database.manifest, quality=database.manifest.quality | quality)
+        return replace(database, manifest=manifest).traffic(policy).hit_rates
+
+    measured = [{"hit_rate": 0.0}, {"hit_rate": 0.5}]
+    assert rates(database.search.policy, groups=measured) == traffic.hit_rates
+    budgeted = replace(database.search.policy, budget=Budget(Measure.COSINE, 0.9))
+    assert rates(budgeted, groups=measured) == {1: 0.5}
+    assert rates(budgeted, groups=measured[::-1], lengths={"5": 1}) == {0: 0.5}
+    assert rates(database.search.policy, lengths={"9": 1}) == {1: 1.0}
+
 
 def test_token_share_of_groups():
     policy = ReusePolicy(

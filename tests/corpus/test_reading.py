@@ -361,9 +361,9 @@ def test_ratings_that_are_all_equal_are_refused(file, ratings):
 
 
 @pytest.mark.parametrize("rating", ["four", "1,5", "1_0", "nan", "-inf", "1e999", SECRET])
-def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, rating):
+def test_rating_that_is_not_a_number_is_refused_with_its_line_and_column(file, rating):
     path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")
-    with pytest.raises(InvalidInput, match="row 2: 'score' is not a number") as refused:
+    with pytest.raises(InvalidInput, match="line 4: 'score' is not a number") as refused:
         read_rated(path, "one", "two", "score")
     assert refused.value.field == "data"
     assert SECRET not in str(refused.value)

@@ -297,7 +297,7 @@ PAIRS = f"{SCORED}1\t{PRIVATE}\tx\n2\tx\tx\n"
 @pytest.mark.parametrize(
     ("kind", "content", "options", "words"),
     [
-        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is not a number")),
+        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("line 3", "'score' is not a number")),
         ("sts", SCORED, (), ("data.tsv has no pairs",)),
         ("sts", PAIRS, ("--methods", "fast"), ("the methods are full", "'fast'")),
         ("sts", PAIRS, ("--rounds", "0"), ("--rounds",)),

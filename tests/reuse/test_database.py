@@ -151,7 +151,7 @@ def test_other_version_is_refused_with_both_numbers_and_the_command_that_builds_
 
 def test_folder_without_a_manifest_is_refused(folder):
     (folder / "manifest.json").unlink()
-    for path in (folder, folder / "absent"):
+    for path in (folder, folder / "absent", folder / "key"):
         with pytest.raises(DatabaseRefused, match="there is no database in"):
             AttentionDatabase.open(path)
 
@@ -248,6 +248,9 @@ def test_verify_names_the_length_and_the_first_damaged_record(folder):
 def test_policy_on_which_wrong_entries_are_based_is_accepted(folder):
     change_manifest(folder, **policy_of(longest=(5, 9), similarities=[0.4, 0.5], damages=[0.2, 0.1]))
     assert thresholds(AttentionDatabase.open(folder)) == {0.5}
+    # The budget was calibrated for the heads of the manifest.
+    budgets = [AttentionDatabase.open(folder, heads=heads).search.policy.budget for heads in (None, "3")]
+    assert [budget.binds for budget in budgets] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def test_published_generation_is_opened_and_the_plain_one_stays(
     assert id_of(root) == id_of(tiny_prototypes_database)
     assert AttentionDatabase.open(root).folder == root / "generations" / "000001"
     assert (kept(root), not (root / ".renewal").exists()) == ([0, 1], True)
+    # Figures and maps of texts are the owner's.
+    modes = [(root / name).stat().st_mode & 0o777 for name in ("renewals.jsonl", "generations")]
+    assert modes == [0o600, 0o700]
     assert AttentionDatabase.open(root).verify() == []
     roll_back(root)
     assert id_of(root) == id_of(tiny_database)
@@ -81,6 +84,12 @@ def test_published_generation_is_opened_and_the_plain_one_stays(
 def test_last_two_generations_are_kept_and_the_plain_one_is_removed_whole(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     served = AttentionDatabase.open(root)
+    # What servers and a calibration have written beside the files of the build.
+    for name in ("gain.json", "calibrated_on.json", "tightened.json"):
+        (root / name).touch()
+        (root / f".{name}.lock").touch()
+    (root / ".calibrated_on.json.lock").unlink()
+    (root / "generations" / ".000001.lock").touch()
     for _ in range(2):
         renew(root, tiny_prototypes_database)
     assert kept(root) == [2, 3]
@@ -140,6 +149,9 @@ def test_error_for_a_renewed_database_without_current_says_what_to_write(root, t
     (root / "current").unlink()
     with pytest.raises(DatabaseRefused, match=r"current is missing; write the number .* such as 2"):
         AttentionDatabase.open(root)
+    (root / "current").mkdir()
+    with pytest.raises(CorruptDatabase, match="current cannot be read: Is a directory"):
+        AttentionDatabase.open(root)
 
 
 def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_prototypes_database, monkeypatch):
@@ -151,6 +163,27 @@ def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_protot
     assert number_of(root) == 2
     assert roll_back(root).generation == 1
     assert (number_of(root), [line.generation for line in read_renewals(root)]) == (1, [1, 2, 1])
+
+
+def test_rollback_takes_back_a_publication_that_was_killed(root, tiny_prototypes_database, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda *_: None)
+        renew(root, tiny_prototypes_database)
+    assert roll_back(root).generation == 0
+    assert (number_of(root), [line.generation for line in read_renewals(root)]) == (0, [1, 0])
+
+
+def test_rollback_to_a_generation_that_was_removed_by_hand_meanwhile_changes_nothing(
+    root, tiny_prototypes_database, monkeypatch
+):
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    with monkeypatch.context() as patch:
+        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda *_: None)
+        roll_back(root)
+    shutil.rmtree(root / "generations" / "000001")
+    with renewing(root):
+        assert (number_of(root), kept(root)) == (2, [2])
 
 
 def test_findings_of_verification_stay_with_their_generation(root, tiny_prototypes_database):
@@ -278,6 +311,9 @@ def test_lines_that_are_damaged_are_reported_and_kept(root, tiny_prototypes_data
     lines.write_bytes(lines.read_bytes() + b"cut sho")
     renew(root, tiny_prototypes_database)
     assert len(read_renewals(root)) == 3
+    lines.unlink()
+    lines.mkdir()
+    assert AttentionDatabase.open(root).info().last_renewal is None
 
 
 def test_verify_names_what_no_renewal_leaves(root, tiny_prototypes_database):

@@ -121,9 +121,16 @@ def test_other_sequence_has_a_similarity_below_1_even_if_its_features_are_those_
 @given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=12), threshold=st.floats(0.5, 1.0))
 def test_compiled_code_finds_what_is_found_without_it(tiny_engine, opened, asked, rows, threshold):
     sequences = [asked.sequences[row % len(asked.sequences)] for row in rows]
-    compiled = plan_of(tiny_engine, opened, sequences, threshold)
+    (group,) = opened.search.policy.groups
+    groups = (replace(group, longest=5), replace(group, longest=7), group)
+    policy = replace(opened.search.policy, groups=groups)
+
+    def in_groups(database):
+        return replace(database, search=replace(database.search, policy=policy))
+
+    compiled = plan_of(tiny_engine, in_groups(opened), sequences, threshold)
     with mock.patch.object(native, "kernel", return_value=None):
-        plainly = AttentionDatabase.open(opened.folder)
+        plainly = in_groups(AttentionDatabase.open(opened.folder))
         records, similarities, _ = plan_of(tiny_engine, plainly, sequences, threshold)
         assert plainly.search.projector.packed is None
     assert similarities == pytest.approx(compiled[1], abs=TOLERANCE, nan_ok=True)

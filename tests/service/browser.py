@@ -66,8 +66,8 @@ class Browser:
             self.events.append(received)
 
     @contextmanager
-    def page(self, *, width=1280, height=900, dark=False):
-        """Yield an empty page of this width and height in CSS pixels."""
+    def page(self, url, *, width=1280, height=900, dark=False):
+        """Yield a page of this width and height in CSS pixels, once it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         page = Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -82,6 +82,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
         try:
+            page.open(url)
             yield page
         finally:
             self.call("Target.closeTarget", targetId=target)

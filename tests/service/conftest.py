@@ -7,7 +7,7 @@ import pytest
 from core_decoders import write_llama
 from server_process import starting_servers
 
-from attncache_core import BuildOptions
+from attncache_core import AttentionDatabase, BuildOptions, PrefillEngine
 from service.commands import build, serving
 
 
@@ -33,6 +33,13 @@ def folder(tmp_path_factory):
 def root(tiny_database, tmp_path):
     """A copy of the tiny database. A test may change it."""
     return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+@pytest.fixture(scope="session")
+def exact_engine(tiny_checkpoint, tiny_database):
+    """The tiny model with its database; only recorded texts hit. Do not change it."""
+    database = AttentionDatabase.open(tiny_database, threshold=1.0)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ import math
 from contextlib import asynccontextmanager
 
 import numpy as np
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, embedding_of, serving, texts_of
 from hypothesis import strategies as st
+from running import until, until_metric
 
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
@@ -64,14 +65,12 @@ async def held(engine, batcher):
 
 async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
-    while batcher.queue.waiting_sequences < count:
-        await asyncio.sleep(0.0005)
+    await until(lambda: batcher.queue.waiting_sequences >= count)
 
 
 async def until_waiting(client, sequences):
     """Wait until this number of sequences waits in the queue of a server."""
-    while f"attncache_queue_sequences {sequences}.0" not in (await client.get("/metrics")).text:
-        await asyncio.sleep(0.001)
+    await until_metric(client, sequences, "attncache_queue_sequences")
 
 
 @asynccontextmanager
@@ -79,9 +78,7 @@ async def full_queue(engine):
     """Yield a client of a server that computes one text, while two texts wait and no other one may."""
     limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
     async with serving(engine, **limits) as client:
-        engine.may_run.clear()
-        running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
-        await asyncio.to_thread(engine.runs.acquire)
+        running = [await begun(engine, client.post("/embed", json={"inputs": "a"}))]
         running += [asyncio.create_task(client.post("/embed", json={"inputs": text})) for text in "bc"]
         await until_waiting(client, 2)
         yield client

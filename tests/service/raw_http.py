@@ -24,6 +24,7 @@ from service.web.listeners import open_listeners
 from service.workers.server import Server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
+READY = HEALTH.replace(b"/health", b"/ready")
 # No test waits that long, unless it fails.
 PATIENCE_SECONDS = 60
 
@@ -91,7 +92,7 @@ def served(engine=None, **settings):
     running = Served(engine, server, addresses)
     try:
         if not any(listener.certificate for listener in listeners):
-            wait_until(lambda: running.ask(HEALTH.replace(b"/health", b"/ready")).status == 200)
+            wait_until(lambda: running.ask(READY).status == 200)
         yield running
     finally:
         if isinstance(engine, FakeEngine):
@@ -137,6 +138,10 @@ def wait_until(holds):
 def post(body, *headers, path=b"/embed"):
     lines = [b"POST %s HTTP/1.1" % path, b"Host: test", b"Content-Length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+# Computed each time, also if the text was computed before.
+EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
 
 
 def post_chunked(*chunks):
@@ -199,19 +204,6 @@ async def request_and_leave(app, content, leave):
     async def send(message):
         answered.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/embed",
-        "raw_path": b"/embed",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-        "server": ("test", 80),
-        "client": ("test", 1),
-    }
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
     await app(scope, receive, send)
     return answered

@@ -20,7 +20,7 @@ async def until(holds):
     """Wait until a function, which may be a coroutine function, returns something true."""
     async with asyncio.timeout(30):
         while not (await found if isawaitable(found := holds()) else found):
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
 
 
 def samples(text):

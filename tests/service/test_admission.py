@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, begun, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import CountingEngine, batching, held, submit, until_waiting
+from running import until
 
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
@@ -24,8 +25,7 @@ async def test_text_of_another_client_that_arrives_later_is_in_the_next_batch():
     engine = FakeEngine()
     async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
         many = [submit(batcher, [f"{part}-{n}" for n in range(250)], flow=("greedy",)) for part in range(20)]
-        while len(engine.batches) < 10:
-            await asyncio.sleep(0.0005)
+        await until(lambda: len(engine.batches) >= 10)
         engine.may_run.clear()
         await asyncio.to_thread(engine.runs.acquire)
         before = len(engine.batches)

@@ -9,9 +9,9 @@ from pydantic import RootModel
 
 from attncache_core import InvalidInput
 from service.app import INFERENCE_ROUTES
-from service.routes.openai.schemas import EmbeddingsRequest
-from service.routes.tei.rerank import RerankRequest
-from service.routes.tei.root import ZeroShotRequest
+from service.routes.openai import EmbeddingsRequest
+from service.routes.rerank import RerankRequest
+from service.routes.tei import ZeroShotRequest
 from service.schemas import _SENTENCES, ClassifyRequest, EmbedRequest, checked
 
 SECRET = "Sesam"

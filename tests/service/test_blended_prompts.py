@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -13,12 +14,13 @@ from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
 from kv_models import ANY_SHAPE
-from running import metrics_of, until_metric
-from verifying import VERIFIED, verify_all
+from running import metrics_of, samples, until, until_metric
+from verifying import FAILURES, VERIFIED, verify_all
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
+from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, write_gate
 from attncache_core.reuse.maps.policy import Budget
@@ -166,6 +168,34 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder):
         np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
 
 
+async def test_each_blended_prompt_is_answered_before_the_next_one_is_computed(folder, monkeypatch):
+    engine, may_run, runs, run = blending(folder, 0.5), threading.Semaphore(0), [], Runner.run
+
+    def noting(self, requests):
+        runs.append(len(requests))
+        may_run.acquire(timeout=60)
+        return run(self, requests)
+
+    async with serving(engine) as client:
+        monkeypatch.setattr(Runner, "run", noting)
+        first = asyncio.create_task(asked(client, "/embed", BODY))
+        await until(lambda: runs)
+        second, third, left = (
+            asyncio.create_task(asked(client, "/embed", {**BODY, "query": query})) for query in "abc"
+        )
+        await until_metric(client, 3, "attncache_queue_sequences")
+        may_run.release(2)
+        await asyncio.gather(first, second)
+        assert not third.done()
+        # Nor is a prompt computed whose client has left meanwhile.
+        left.cancel()
+        await asyncio.wait([left])
+        may_run.release(2)
+        await third
+        await asked(client, "/embed", BODY)
+    assert runs == [1] * 4
+
+
 def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     engine = blending(folder, 0.5)
     source = Segments(SEGMENTS, BODY["query"], "\n")
@@ -179,7 +209,17 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     assert [np.frombuffer(other.tokens, "<i4").tolist() for other in others] == [
         [0, *ids] for ids in turns[1:]
     ]
-    assert sequence.tokens < sequence.prefill.tokens
+    # Of chunks that are not stored, all tokens are computed.
+    counts, blend = [sequence.tokens], sequence.prefill.request(0).blend
+    for chunk in blend.chunks[::-1]:
+        ids = np.frombuffer(chunk.prefix_key.tokens, "<i4").tolist()
+        engine.run([PrefillRequest(ids, False, prefix_key=chunk.prefix_key)])
+        later = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
+        counts.append(later.next_part(engine, 10**6).tokens)
+    whole, lengths = sequence.prefill.tokens, [chunk.length for chunk in blend.chunks]
+    recomputed = blend.tokens - (whole - sum(lengths))
+    behind = [whole - sum(lengths[first:]) + recomputed for first in (3, 2, 1, 0)]
+    assert counts == [min(whole, tokens) for tokens in behind]
 
 
 async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder):
@@ -351,6 +391,18 @@ async def test_operators_see_which_tokens_deviate_also_where_nothing_is_computed
     assert wrong.status_code == one.status_code == 400
 
 
+def blended_sequence(engine):
+    """A prompt of segments that an engine with a gate blends."""
+    *turns, query, between = engine.tokenizer.turns([*SEGMENTS, BODY["query"], "\n"])
+    return segmented(engine.tokenizer.frame(engine.tokenizer.default_prompt), turns, query, between)
+
+
+def blended_requests(engine, count):
+    sequence = blended_sequence(engine)
+    blend = engine.blending.blend(sequence, sequence.ids, b"")
+    return [PrefillRequest(sequence.ids, False, blend=blend)] * count
+
+
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
     folder, tmp_path, caplog
 ):
@@ -361,20 +413,20 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine.open_gate(gate, link)
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
-    ids = joined(engine, BODY)
-    *turns, query, between = engine.tokenizer.turns([*SEGMENTS, BODY["query"], "\n"])
-    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
-    sequence = segmented(frame, turns, query, between)
+    sequence, ids = blended_sequence(engine), joined(engine, BODY)
     assert sequence.ids == ids
     for steps, ratio in ((1, 0.1), (2, None)):
-        blend = engine.blending.blend(sequence, ids, b"")
-        requests = [PrefillRequest(ids, False, blend=blend)] * 60
+        requests = blended_requests(engine, 60)
         verifier.offer(requests, engine.run(requests), engine.blending.gate)
         verify_all(verifier)
         assert engine.blending.gate.steps == steps
         assert verifier.subject == gate.digest != replace(gate, prompts=gate.prompts + 1).digest
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
+    # The pending hits of the looser gates were dropped, and not verified.
+    values = samples(metrics.render().decode())
+    assert values[(VERIFIED,)] + values[("attncache_verify_dropped_total",)] == 120
+    assert values[("attncache_verify_dropped_total",)] > 0
     assert "could not be changed" not in caplog.text
     # What another process has found is followed and kept, and the pending hits of a looser gate are dropped.
     write_gate(path, gate)
@@ -392,6 +444,41 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine.blending.gate = replace(gate, steps=2)
     assert engine.blending.blend(sequence, ids, b"") is None
     assert engine.info().blending["off"] == "verified answers did not keep the budget"
+
+
+def test_answers_of_a_gate_that_another_server_has_tightened_meanwhile_tighten_it_no_more(folder, tmp_path):
+    engine, path, metrics = load(folder), tmp_path / "blend.json", Metrics()
+    gate = gate_of(engine, 0.0, 0.1, least=0.9999)
+    write_gate(path, gate)
+    engine.open_gate(gate, path)
+    verifier = BlendVerifier(engine, 1.0, metrics)
+    requests = blended_requests(engine, 60)
+    verifier.offer(requests, engine.run(requests), gate)
+    write_gate(path, replace(gate, steps=1))
+    verify_all(verifier)
+    assert engine.blending.gate.steps == 1
+    assert samples(metrics.render().decode())[(FAILURES,)] == 0
+
+
+def test_answer_that_is_not_finite_is_not_verified_and_one_of_which_the_exact_one_is_not_fails(
+    folder, monkeypatch
+):
+    engine = load(folder)
+    engine.open_gate(gate_of(engine, 0.0, least=0.99))
+    verifier = BlendVerifier(engine, 1.0, Metrics())
+    requests = blended_requests(engine, 30)
+    sound = engine.run(requests)
+    damaged = replace(sound, finite=np.zeros(30, dtype=bool))
+    verifier.offer(requests, damaged, verifier.policy)
+    assert not verifier.has_work
+    verifier.offer(requests, sound, verifier.policy)
+
+    def run(_engine, hits):
+        return replace(damaged, outputs=sound.outputs[: len(hits)], finite=damaged.finite[: len(hits)])
+
+    monkeypatch.setattr(PrefillEngine, "run", run)
+    verify_all(verifier)
+    assert verifier.steps() == [1]
 
 
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder):

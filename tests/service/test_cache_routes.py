@@ -396,14 +396,15 @@ def warmed(folder, file, **more):
 
 
 async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(folder, tmp_path, caplog):
-    (tmp_path / "texts.txt").write_text(f"{TEXT}\n\nmy card\n", encoding="utf-8")
+    other = "my\u2028card"  # one line
+    (tmp_path / "texts.txt").write_text(f"{TEXT}\r\n\n{other}\n", encoding="utf-8")
     with caplog.at_level(logging.INFO):
         engine = warmed(folder, tmp_path / "texts.txt")
-    tokens = tokens_of(engine, TEXT) + tokens_of(engine, "my card")
+    tokens = tokens_of(engine, TEXT) + tokens_of(engine, other)
     assert f"{tokens} of {tokens} tokens of {tmp_path}/texts.txt are stored" in caplog.text
     assert "bank" not in caplog.text
     async with serving(engine) as client:
-        response = await client.post("/embed", json={"inputs": [TEXT, "my card"]})
+        response = await client.post("/embed", json={"inputs": [TEXT, other]})
     assert cached(response) == (tokens, tokens)
     assert engine.key_values.store.pinned_blocks == 0
 
@@ -411,7 +412,7 @@ async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(fold
 async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text(
-        f'{{"text": "{TEXT}", "salt": "a", "pin": true}}\n{{"template": "{OTHER} {{}}"}}\n', encoding="utf-8"
+        f'{{"template": "{OTHER} {{}}"}}\n{{"text": "{TEXT}", "salt": "a", "pin": true}}\n', encoding="utf-8"
     )
     engine = warmed(folder, file, max_batch_tokens=1)
     tokens = tokens_of(engine, TEXT)

@@ -48,21 +48,13 @@ def test_terminal_whose_encoding_lacks_a_character_gets_the_rest(monkeypatch):
     assert "similarity \\u03b8 of a hit" in shown
 
 
-@pytest.mark.parametrize("by", ["option", "variable"])
-def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
-    config = tmp_path / "attncache.toml"
-    config.write_text("prot = 1\n", encoding="utf-8")
-    arguments = ("--config", config) if by == "option" else ()
-    if by == "variable":
-        monkeypatch.setenv("ATTNCACHE_CONFIG", str(config))
-    assert_one_line(run("serve", *arguments), str(config), "key prot", "port")
-
-
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
         ("sevre", {}, ("sevre",)),
         ("serve --config absent.toml", {}, ("absent.toml", "No such file")),
+        ("serve --config attncache.toml", {}, ("--config attncache.toml", "key prot", "port")),
+        ("serve", {"CONFIG": "attncache.toml"}, ("--config attncache.toml", "key prot", "port")),
         ("serve --port 70000", {}, ("--port", "70000", "65535")),
         # Both values are wrong, so the message shows which value was read.
         ("serve --port 70001", {"PORT": "70002"}, ("70001",)),
@@ -84,6 +76,7 @@ def test_mistake_in_a_file_of_settings_is_one_line(tmp_path, monkeypatch, by):
 )
 def test_mistake_is_one_line(tmp_path, monkeypatch, arguments, variables, words):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "attncache.toml").write_text("prot = 1\n", encoding="utf-8")
     for name, value in variables.items():
         monkeypatch.setenv(f"ATTNCACHE_{name}", value)
     assert_one_line(run(*arguments.split()), *words)
@@ -91,11 +84,7 @@ def test_mistake_is_one_line(tmp_path, monkeypatch, arguments, variables, words)
 
 @pytest.mark.parametrize(
     ("command", "hidden"),
-    [
-        ("serve", ("--policy", "--fetch")),
-        ("build", ("--maps", "--without")),
-        ("calibrate", ("--without",)),
-    ],
+    [("serve", ("--policy", "--fetch")), ("build", ("--maps", "--without")), ("calibrate", ("--without",))],
 )
 def test_help_shows_no_removed_option_no_former_name_and_no_baseline(command, hidden):
     text = run(command, "--help").stdout

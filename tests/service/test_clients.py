@@ -86,15 +86,6 @@ def test_client_of_the_hub_shows_the_message_of_an_error(url):
         InferenceClient(base_url=url).feature_extraction(["a", ""])
 
 
-def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(url, oracle):
-    expected = oracle.similarity(oracle.encode_query([TEXTS[1]]), oracle.encode_document(TEXTS))[0]
-    found = httpx.post(f"{url}/rerank", json={"query": TEXTS[1], "texts": TEXTS}).json()
-    assert [entry["index"] for entry in found] == expected.argsort(descending=True).tolist()
-    np.testing.assert_allclose(
-        [entry["score"] for entry in found], sorted(expected.tolist(), reverse=True), atol=FLOAT32
-    )
-
-
 def test_text_classification_is_that_of_transformers(tmp_path):
     folder = write_model(tmp_path / "classifier", labels=["transfer", "card", "help"])
     expected = pipeline("text-classification", str(folder), dtype=torch.float32, device="cpu")
@@ -192,7 +183,6 @@ def test_openai_client_lists_the_model(client):
     [
         ({"input": ["a", ""]}, openai.BadRequestError, "invalid_input", "input[1]"),
         ({"model": "text-embedding-3-small"}, openai.NotFoundError, "model_not_found", "model"),
-        ({"extra_body": {"inputs": "a"}}, openai.BadRequestError, "invalid_input", None),
         ({"input": ["a"] * 1025}, openai.UnprocessableEntityError, "too_many_inputs", "input"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from collections import Counter
 import aiohttp
 import pytest
 from core_models import write_sentence_transformer
-from entrance import NameServer, entrances, free_port, get, post
+from entrance import NameServer, entrances, free_port, post
 from raw_http import wait_until
 from valkeys import running_valkey
 
@@ -70,9 +70,7 @@ class Cluster:
 
     def answered(self, host):
         """Return how many requests this server has answered."""
-        lines = get(f"http://{host}:{self.port}/metrics").text.splitlines()
-        name = 'attncache_requests_total{route="/embed",status="200"} '
-        return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
+        return self.running[host].metric('requests_total{route="/embed",status="200"}')
 
 
 class Load:

@@ -10,8 +10,10 @@ import time
 import pytest
 from fake_engine import FakeEngine
 from raw_http import (
+    EMBED,
     HEALTH,
     PATIENCE_SECONDS,
+    READY,
     post,
     post_chunked,
     read_response,
@@ -21,8 +23,6 @@ from raw_http import (
     wait_until,
 )
 
-# Computed each time, also if the text was computed before.
-EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
 # Its response has 2 MB. The buffers of both sockets hold a few of such responses, and not eight.
 LARGE = post(json.dumps({"inputs": ["a"] * 4096}).encode())
 MIB = 2**20
@@ -502,8 +502,7 @@ def test_connections_beyond_the_limit_get_503_and_health_is_answered(small):
         assert (refused.status, refused.code) == (503, "too_many_connections")
         assert refused.headers["connection"] == "close"
         assert int(refused.headers["retry-after"]) >= 1
-        for path in (b"/health", b"/ready"):
-            assert small.ask(HEALTH.replace(b"/health", path)).status == 200
+        assert [small.ask(request).status for request in (HEALTH, READY)] == [200, 200]
     wait_until(lambda: small.ask(EMBED).status == 200)
 
 

@@ -7,21 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_decoders import write_llama
-from core_models import (
-    VOCABULARY,
-    damage_weights,
-    random_text,
-    write_sentence_transformer,
-)
-from fake_engine import NOT_FINITE, FakeEngine
+from core_models import VOCABULARY, damage_weights, random_text, write_sentence_transformer
 from fake_engine import serving as serving_with
-from running import samples, until_metric
-from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
+from running import until_metric
+from verifying import FAILURES, VERIFIED
 
 from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, build_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from service.observability.metrics import Metrics
 
 WORD = "?"
 SOUND = [["where is my card", "money"], ["why was the bank closed", "card"], ["my old account was late"]]
@@ -164,33 +157,3 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(f
             expected = engine.embed(sent)
             np.testing.assert_allclose(answer.json(), expected, atol=1e-5)
         assert (metrics[VERIFIED,], metrics[FAILURES,]) == (8, 0)
-
-
-class HidingEngine(FakeEngine):
-    """Makes NaN of one text in full, in a token outside the output; with reuse the text is finite."""
-
-    def run(self, requests):
-        result = super().run(requests)
-        return replace(result, finite=np.array([request.reuse for request in requests]) | result.finite)
-
-
-def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree():
-    engine, metrics = HidingEngine(stored=AnyText()), Metrics()
-    verifier = verifier_of(engine, metrics)
-    serve(engine, verifier, ["fine", NOT_FINITE])
-    verify_all(verifier)
-    shown = samples(metrics.render().decode())
-    assert shown["attncache_verify_cosine_bucket", "0.5"] == 1
-    assert shown["attncache_verify_cosine_sum",] == pytest.approx(1)
-    for _ in range(60):
-        serve(engine, verifier, [NOT_FINITE])
-    verify_all(verifier)
-    assert samples(metrics.render().decode())[FAILURES,] > 0
-
-
-def test_hit_that_came_to_nan_is_not_verified():
-    engine = FakeEngine(stored=AnyText())
-    verifier = verifier_of(engine, Metrics())
-    serve(engine, verifier, ["fine", NOT_FINITE])
-    verify_all(verifier)
-    assert engine.verified == [["fine"]]

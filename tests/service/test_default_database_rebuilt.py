@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from core_models import flip
 from raw_http import wait_until
 
 from attncache_core import AttentionDatabase, BuildFailed, UnsupportedModel, default_corpus
@@ -21,13 +22,6 @@ from service.settings import Settings
 
 CORPUS = default_corpus()
 RECORDED = CORPUS[0].text
-
-
-def change_a_byte_of_an_index(folder):
-    index = next(folder.glob("index/*.faiss"))
-    content = bytearray(index.read_bytes())
-    content[-1] ^= 1
-    index.write_bytes(content)
 
 
 def cut_a_segment(folder):
@@ -51,21 +45,17 @@ class Server:
 
     def __init__(self, start, checkpoint, folder, builds=50):
         """builds: so many texts, by a fork, which imports nothing; None: as every server builds."""
-        self._folder = folder.parent.parent.parent
+        current = folder.parent.parent.parent
         # The builder must import the modules of the server, and not modules from the current folder.
-        (self._folder / "service").mkdir(exist_ok=True)
-        (self._folder / "service" / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+        (current / "service").mkdir(exist_ok=True)
+        (current / "service" / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
         model = ("--model", str(checkpoint.folder), "--dtype", "float32", "--min-gain", "0")
         arguments = ["serve", *model, "--port", "0", "--cache-dir", str(folder.parent.parent)]
-        self.running = start("command", arguments=arguments, folder=str(self._folder), builds=builds)
-
-    @property
-    def logged(self):
-        return self.running.log
+        self.running = start("command", arguments=arguments, folder=str(current), builds=builds)
 
     def until(self, happened):
         wait_until(lambda: happened() or self.running.has_ended)
-        assert not self.running.has_ended, self.logged
+        assert not self.running.has_ended, self.running.log
 
     def until_ready(self):
         self.running.wait_until_ready()
@@ -92,7 +82,7 @@ def hits(client):
 
 
 def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(start, tiny_checkpoint, folder):
-    change_a_byte_of_an_index(folder)
+    flip(next(folder.glob("index/*.faiss")), -1)
     servers = [Server(start, tiny_checkpoint, folder) for _ in "ab"]
     with locked(folder, on_wait=lambda: None):
         # While the lock is held, neither server can rename or build the database, and both serve.
@@ -107,11 +97,11 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(st
         assert 'attncache_requests_total{route="/embed",status="200"}' in metrics
         assert 'status="500"} 0.0' in metrics
         assert server.end(signal.SIGTERM) == 0
-        assert "Traceback" not in server.logged
-        shares = re.findall(r"building a database .*: (\d+)%", server.logged)
+        assert "Traceback" not in server.running.log
+        shares = re.findall(r"building a database .*: (\d+)%", server.running.log)
         assert shares[0] == "0"
         assert [int(share) for share in shares] == sorted({int(share) for share in shares})
-    logs = [server.logged for server in servers]
+    logs = [server.running.log for server in servers]
     assert [log.count("the default database is damaged: ") for log in logs] == [1, 1]
     assert [log.count(f"serving exactly: {DAMAGED}") for log in logs] == [1, 1]
     assert sum(log.count("the damaged database was set aside as") for log in logs) == 1
@@ -159,10 +149,10 @@ def test_build_that_cannot_begin_is_logged_and_tried_again_and_the_server_serves
     client = server.until_ready()
     server.until(lambda: reuse_off(client) == [NOT_BUILT])
     assert hits(client) == "0/1"
-    assert server.logged.count("there is no new default database: ") == 1
-    assert str(path) in server.logged
-    wait_until(lambda: "builds again in 1 min" in server.logged)
-    assert "Traceback" not in server.logged
+    assert server.running.log.count("there is no new default database: ") == 1
+    assert str(path) in server.running.log
+    wait_until(lambda: "builds again in 1 min" in server.running.log)
+    assert "Traceback" not in server.running.log
     assert folder.exists() == (obstacle == ".lock")  # without its lock, nothing is renamed
 
 

@@ -26,15 +26,13 @@ from queueing import (
     submit,
 )
 from raw_http import wait_until
-from verifying import AnyText, requests_of, verify_all
+from running import until
+from verifying import AnyText, verifier_of
 
 from attncache_core import NotFinite
-from service.batching.admission import Limits
-from service.batching.batcher import Batcher, EngineThreads
+from service.batching.batcher import EngineThreads
 from service.batching.request_queue import RequestQueue
 from service.errors import InternalError
-from service.observability.metrics import Metrics
-from service.upkeep.verifier import Verifier
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +65,7 @@ class ParallelEngine(FakeEngine):
 
 async def running(engine, batches):
     """Wait until this number of batches run at once."""
-    async with asyncio.timeout(10):
-        while engine.running < batches:
-            await asyncio.sleep(0.0005)
+    await until(lambda: engine.running >= batches)
 
 
 def shortly(_texts):
@@ -174,8 +170,7 @@ async def test_request_that_fails_in_one_thread_gets_no_result_from_another(fail
     engine = ParallelEngine(2, ordered)
     async with batching(engine, sequences=1) as batcher:
         pending = submit(batcher, ["fine", failure])
-        while len(engine.batches) < 1:
-            await asyncio.sleep(0.0005)
+        await until(lambda: engine.batches)
         await asyncio.sleep(0.01)  # the first part is finished
         first_done.set()
         with pytest.raises(InternalError if failure == FAILING else NotFinite):
@@ -219,9 +214,7 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows_also_if_it_is_re
         batcher.replace_engine(second, None)
         first.may_run.set()
         await asyncio.gather(*pending, *waiting)
-        async with asyncio.timeout(10):
-            while batcher.queue._running:  # a thread that has just answered still counts as computing
-                await asyncio.sleep(0.0005)
+        await until(lambda: not batcher.queue._running)  # a thread that has just answered still counts
         second.may_run.clear()
         texts = [letter * 8 for letter in "mnopq"]
         pending = [submit(batcher, [text]) for text in texts]
@@ -245,14 +238,11 @@ async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_tim
         return run(requests)
 
     engine.run = noting
-    metrics = Metrics()
-    verifier = Verifier(engine, 1.0, metrics, random.Random(0))
-    batcher = Batcher(engine, Limits(1000, 100, 1000, 10**6), metrics, verifier)
-    for _ in range(10):
-        await asyncio.gather(*(submit(batcher, [text]) for text in "abcde"))
-    while verifier.has_work:
-        await asyncio.sleep(0.001)
-    await asyncio.to_thread(batcher.close)
+    verifier = verifier_of(engine, UNREAD)
+    async with batching(engine, verifier=verifier) as batcher:
+        for _ in range(10):
+            await asyncio.gather(*(submit(batcher, [text]) for text in "abcde"))
+        await until(lambda: not verifier.has_work)
     assert sum(map(len, engine.verified)) == 50
     # A verification begins when no batch runs. A batch may begin during a verification.
     assert set(verifying) == {0}
@@ -279,33 +269,14 @@ async def test_tokenising_computing_and_verifying_are_watched_each_by_itself():
 
     engine.tokenize = noting(lambda *_: "tokenising", engine.tokenize)
     engine.run = noting(kind, engine.run)
-    metrics = Metrics()
-    verifier = Verifier(engine, 1.0, metrics, random.Random(0))
-    limits = Limits(1000, 100, 1000, 10**6)
-    batcher = Batcher(engine, limits, metrics, verifier, watching=watching)
-    await asyncio.gather(submit(batcher, ["a"]), submit(batcher, ["b"]))
-    while verifier.has_work or batcher.queue._running:
-        await asyncio.sleep(0.001)
-    await asyncio.to_thread(batcher.close)
+    verifier = verifier_of(engine, UNREAD)
+    async with batching(engine, verifier=verifier, watching=watching) as batcher:
+        await asyncio.gather(submit(batcher, ["a"]), submit(batcher, ["b"]))
+        await until(lambda: not verifier.has_work and not batcher.queue._running)
     assert {name for name, _ in found} == {"tokenising", "batch", "verification"}
     watches = [watch for _, watch in found]
     assert None not in watches
     assert len(set(watches)) == len(watches)
-
-
-def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count():
-    engine = FakeEngine(stored=AnyText(), damage=0.5)
-    verifier = Verifier(engine, 1.0, Metrics())
-    before, requests = verifier.policy, requests_of(engine, ["bad"] * 50)
-    result = engine.run(requests)
-    engine.map_reuse.tighten(0)
-    tightened = verifier.policy
-    verifier.offer(requests, result, before)
-    verify_all(verifier)
-    assert verifier.policy == tightened
-    verifier.offer(requests, result, tightened)
-    verify_all(verifier)
-    assert verifier.policy != tightened
 
 
 class Fault(BaseException):
@@ -373,20 +344,14 @@ class FaultyCalls:
 
 async def ask_despite(faults, engine, requests, answers):
     """Append the answers to these requests, and to one more after all faults."""
-    verifier = Verifier(engine, 1.0, UNREAD, random.Random(0))
-    limits = Limits(1000, 3, 1000, 10**6)
-    batcher = Batcher(engine, limits, UNREAD, verifier, result_bytes=2**20)
-    async with asyncio.timeout(30):
+    verifier = verifier_of(engine, UNREAD)
+    async with batching(engine, sequences=3, verifier=verifier, result_bytes=2**20) as batcher:
         pending = [submit(batcher, texts) for texts in requests]
-        answers += await asyncio.gather(*pending, return_exceptions=True)
-        while batcher.queue._running or (verifier.has_work and not faults.is_over):
-            await asyncio.sleep(0.0005)
+        answers += await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 30)
+        await until(lambda: not batcher.queue._running and (faults.is_over or not verifier.has_work))
         faults.is_over = True
-        answers.append(await submit(batcher, ["next"]))
-        while verifier.has_work:
-            await asyncio.sleep(0.0005)
-    await asyncio.to_thread(batcher.close)
-    assert (batcher.queue.waiting_sequences, batcher.queue.waiting_tokens) == (0, 0)
+        answers.append(await asyncio.wait_for(submit(batcher, ["next"]), 30))
+        await until(lambda: not verifier.has_work)
     assert (batcher.queue._running, batcher.queue._computing, batcher.queue._idle_work) == (0, 0, 0)
     assert not verifier._verifying.locked()
 

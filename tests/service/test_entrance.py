@@ -54,7 +54,6 @@ def stubs(places):
 
 
 def ask(entrance, content=TEXT, **headers):
-    headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return post(f"{entrance.url}/embed", json=content, headers=headers, timeout=30)
 
 

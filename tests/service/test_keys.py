@@ -572,11 +572,9 @@ async def test_tokens_are_charged_though_the_client_gets_no_answer(tmp_path, way
     engine = FakeEngine()
     text = f"one {ONE} tokens_per_minute=10\ntwo {TWO}\nops {OPS} admin\n"
     async with serving(engine, api_keys=keys_file(tmp_path, text)) as client:
-        engine.may_run.clear()
         header = {"X-AttnCache-Timeout": "60" if way == "leaves" else "0.2"}
         body = {"inputs": "c" * 30}
-        sent = asyncio.create_task(client.post("/embed", json=body, headers={**bearer(ONE), **header}))
-        await asyncio.to_thread(engine.runs.acquire)
+        sent = await begun(engine, client.post("/embed", json=body, headers={**bearer(ONE), **header}))
         if way == "leaves":
             sent.cancel()
         await asyncio.wait([sent])
@@ -700,15 +698,23 @@ async def test_operator_warms_for_a_key(folder, file):
         assert (unknown.status_code, unknown.json()["error"]["field"]) == (400, "key")
 
 
-async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, file, tmp_path):
+async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, file, tmp_path, caplog):
     named, unnamed = tmp_path / "named.jsonl", tmp_path / "unnamed.txt"
+    unknown, broken = tmp_path / "unknown.jsonl", tmp_path / "broken"
     named.write_text('{"text": "the bank was closed today", "key": "two"}\n', encoding="utf-8")
     unnamed.write_text("the bank was closed today\n", encoding="utf-8")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
-    for path, keys in ((named, None), (unnamed, file)):
+    for path, keys in ((named, {}), (unnamed, {"api_keys": file}), (unnamed, {"api_key": f"two {TWO}"})):
         with pytest.raises(InvalidSettings, match=r'line 1: (give|leave out) "key"'):
-            warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
+            warm(engine, read_warm_file(path), read_settings({"warm": path, **keys}))
     warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
+    assert "no API key" not in caplog.text
+    more = '{"text": "the bank", "key": "too"}\n' * 2
+    unknown.write_text(named.read_text("utf-8") + more, encoding="utf-8")
+    broken.write_text("two\n", encoding="utf-8")
+    for keys in (file, broken):
+        warm(engine, read_warm_file(unknown), read_settings({"warm": unknown, "api_keys": keys}))
+    assert [message[:7] for message in caplog.messages if "no API key" in message] == ["line 2 "]
     async with serving(engine, api_keys=file) as client:
         shown = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
     assert [int(usage.split("/")[0]) > 0 for usage in shown] == [False, True]

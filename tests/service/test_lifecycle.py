@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import FakeEngine, begun, ready, serving, starting
 from queueing import until_waiting
-from running import until_metric
+from running import until, until_metric
 from verifying import VERIFIED
 
 from attncache_core import ModelNotFound
@@ -180,8 +180,7 @@ async def test_engine_that_comes_while_the_server_ends_starts_nothing():
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
     successor.may_come.set()
-    while len(threads("load")) > loading:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(threads("load")) <= loading)
     await asyncio.sleep(0.01)  # what the thread has given to the event loop
     assert len(threads("scrub")) == scrubbing
 
@@ -195,8 +194,7 @@ async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog):
 
     async with starting(load_engines, failed.append) as client:
         await ready(client)
-        while "the engine that serves could not be replaced" not in caplog.text:
-            await asyncio.sleep(0.001)
+        await until(lambda: "the engine that serves could not be replaced" in caplog.text)
         assert (await embed(client, "a")).status_code == 200
     assert failed == []
     assert caplog.text.count("Traceback") == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_engine import FakeEngine, serving
-from raw_http import HEALTH, make_certificate, post, served, wait_until
+from raw_http import EMBED, HEALTH, READY, make_certificate, served, wait_until
 
 from service.app import create_app
 from service.errors import AddressUnavailable, InvalidSettings
@@ -32,7 +32,6 @@ from service.workers.server import Server, reload_all
 from service.workers.supervisor import Supervisor
 
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-EMBED = post(b'{"inputs": "a"}')
 
 
 @pytest.mark.skipif(not Path("/proc/sys/net/core/somaxconn").exists(), reason="needs Linux")
@@ -106,7 +105,7 @@ def test_line_break_behind_a_path_opens_no_route(with_admin_port, path):
 
 def test_both_listeners_serve_health_and_inference(with_admin_port):
     for listener in (0, 1):
-        for request in (HEALTH, HEALTH.replace(b"/health", b"/ready"), EMBED):
+        for request in (HEALTH, READY, EMBED):
             assert with_admin_port.ask(request, listener).status == 200
 
 

@@ -89,23 +89,19 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
     folder = default_database_folder(tiny_checkpoint, tmp_path)
     shutil.copytree(tiny_database, folder)
     next(folder.glob("maps/*.maps")).unlink()
-    settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
-    engine = next(load_engines(settings, tiny_checkpoint))
+    engine = next(first_start(tiny_checkpoint, tmp_path, **given))
     assert engine.map_reuse is None
     assert engine.info().reuse_off == [loading.DAMAGED]
     # The database stays unchanged until the first engine serves.
     assert folder.is_dir()
 
 
-def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
-    tiny_checkpoint, tiny_database, tmp_path
-):
-    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-    next(folder.glob("maps/*.maps")).unlink()
-    settings = read_settings({"dtype": "float32", "database": str(folder)})
+def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(tiny_checkpoint, root):
+    next(root.glob("maps/*.maps")).unlink()
+    settings = read_settings({"dtype": "float32", "database": str(root)})
     with pytest.raises(CorruptDatabase, match=r"remove .* and build it again"):
         next(load_engines(settings, tiny_checkpoint))
-    assert folder.is_dir()
+    assert root.is_dir()
 
 
 def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path):
@@ -192,14 +188,13 @@ def test_prospect_is_measured_later_and_later_while_the_machine_is_busy(
 
 
 @pytest.fixture
-def read_only(tiny_database, tmp_path):
+def read_only(root):
     """A database with a budget in which every text hits, and in which no file can be written."""
-    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-    manifest = AttentionDatabase.open(folder).manifest
-    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(folder)
+    manifest = AttentionDatabase.open(root).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(root)
     # A folder at the path of the lock file, because permissions would not stop an administrator.
-    (folder / ".tightened.json.lock").mkdir()
-    return folder
+    (root / ".tightened.json.lock").mkdir()
+    return root
 
 
 def outcome(engine):

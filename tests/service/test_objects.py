@@ -16,6 +16,14 @@ pytest.importorskip("obstore")
 SECRET = "hidden-from-all"
 
 
+@pytest.fixture
+def stored():
+    """A store with an object of ten bytes."""
+    with object_store() as store:
+        store.objects["/bucket/db/a"] = b"0123456789"
+        yield store
+
+
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch, tmp_path):
     """Let no store find credentials on this machine, and ask each store once."""
@@ -88,58 +96,50 @@ def test_malformed_url_is_refused_wherever_it_is_read(function):
     assert SECRET not in str(refused.value)
 
 
-def test_slow_line_gets_every_byte_and_a_store_that_stops_ends_the_request(monkeypatch):
+def test_slow_line_gets_every_byte_and_a_store_that_stops_ends_the_request(monkeypatch, stored):
     monkeypatch.setattr(objects, "_READ_SECONDS", 0.6)
-    with object_store() as store:
-        store.objects["/bucket/db/a"] = content = bytes(range(256)) * 20
-        folder = ObjectFolder(store.http % "db", "database")
-        store.pause = 0.2
-        assert folder.read_range("a", 0, len(content)) == content  # takes longer than each part may
-        store.pause = 3.0
-        with pytest.raises(OSError, match="the store does not answer in time"):
-            folder.read_range("a", 0, len(content))
+    stored.objects["/bucket/db/a"] = content = bytes(range(256)) * 20
+    folder = ObjectFolder(stored.http % "db", "database")
+    stored.pause = 0.2
+    assert folder.read_range("a", 0, len(content)) == content  # takes longer than each part may
+    stored.pause = 3.0
+    with pytest.raises(OSError, match="the store does not answer in time"):
+        folder.read_range("a", 0, len(content))
 
 
-def test_store_that_cuts_connections_sends_nothing_or_knows_no_ranges_is_named():
-    with object_store() as store:
-        store.objects["/bucket/db/a"] = b"0123456789"
-        folder = ObjectFolder(store.http % "db", "database")
-        store.is_cut = True
-        with pytest.raises(OSError, match="the connection is cut"):
-            folder.read_range("a", 0, 4)
-        store.is_cut = store.has_ranges = False
-        with pytest.raises(OSError, match="the store answers no requests for ranges of an object"):
-            folder.read_range("a", 0, 4)
-        store.has_ranges = store.is_empty = True
-        with pytest.raises(OSError, match="the store sends nothing"):
-            folder.read_range("a", 0, 4)
+def test_store_that_cuts_connections_sends_nothing_or_knows_no_ranges_is_named(stored):
+    folder = ObjectFolder(stored.http % "db", "database")
+    stored.is_cut = True
+    with pytest.raises(OSError, match="the connection is cut"):
+        folder.read_range("a", 0, 4)
+    stored.is_cut = stored.has_ranges = False
+    with pytest.raises(OSError, match="the store answers no requests for ranges of an object"):
+        folder.read_range("a", 0, 4)
+    stored.has_ranges = stored.is_empty = True
+    with pytest.raises(OSError, match="the store sends nothing"):
+        folder.read_range("a", 0, 4)
 
 
 @pytest.mark.parametrize("weak", ["W/", ""])
-def test_etag_is_compared_also_if_it_is_weak_or_the_server_ignores_conditions(weak):
-    with object_store() as store:
-        store.weak, store.has_conditions = weak, bool(weak)
-        store.objects["/bucket/db/a"] = b"0123456789"
-        folder = ObjectFolder(store.http % "db", "database")
-        about = folder.about("a")
-        assert about.etag.startswith(weak)
-        assert folder.open("a", about).read() == b"0123456789"
-        store.objects["/bucket/db/a"] = b"9876543210"
-        with pytest.raises(Changed):
-            folder.open("a", about).read()
+def test_etag_is_compared_also_if_it_is_weak_or_the_server_ignores_conditions(weak, stored):
+    stored.weak, stored.has_conditions = weak, bool(weak)
+    folder = ObjectFolder(stored.http % "db", "database")
+    about = folder.about("a")
+    assert about.etag.startswith(weak)
+    assert folder.open("a", about).read() == b"0123456789"
+    stored.objects["/bucket/db/a"] = b"9876543210"
+    with pytest.raises(Changed):
+        folder.open("a", about).read()
 
 
-def test_etag_without_quotes_in_a_list_is_the_one_with_quotes_of_the_object():
-    with object_store() as store:
-        store.quote, store.objects["/bucket/db/a"] = "", b"0123456789"
-        folder = ObjectFolder(store.s3 % "db", "database")
-        (about,) = folder.list()
-        assert '"' not in about.etag
-        assert folder.open("a", about).read() == b"0123456789"
+def test_etag_without_quotes_in_a_list_is_the_one_with_quotes_of_the_object(stored):
+    stored.quote = ""
+    folder = ObjectFolder(stored.s3 % "db", "database")
+    (about,) = folder.list()
+    assert '"' not in about.etag
+    assert folder.open("a", about).read() == b"0123456789"
 
 
-def test_user_of_an_http_url_is_sent():
-    with object_store() as store:
-        store.objects["/bucket/db/a"] = b"0123456789"
-        ObjectFolder((store.http % "db").replace("//", "//us%40er:pass@"), "database").read("a")
-        assert store.authorizations == [f"Basic {b64encode(b'us@er:pass').decode()}"]
+def test_user_of_an_http_url_is_sent(stored):
+    ObjectFolder((stored.http % "db").replace("//", "//us%40er:pass@"), "database").read("a")
+    assert stored.authorizations == [f"Basic {b64encode(b'us@er:pass').decode()}"]

@@ -30,23 +30,13 @@ def test_inference_routes_document_body_header_answer_and_errors(description, pa
     body = route["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == fields | OF_BOTH_ROUTES
     assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string", "minLength": 1}
-    assert [parameter["name"] for parameter in route["parameters"]] == [
-        "X-AttnCache-Reuse",
-        "X-AttnCache-Require-Model",
-        "X-AttnCache-Timeout",
+    named = [parameter["name"] for parameter in route["parameters"]]
+    assert named == [f"X-AttnCache-{name}" for name in ("Reuse", "Require-Model", "Timeout")]
+    headers = [
+        *("Hits", "Prototype-Hits", "Cached-Tokens", "Repeated", "Truncated", "History-Tokens", "Session"),
+        *("Approximate", "Segments", "Model"),
     ]
-    assert set(route["responses"]["200"]["headers"]) == {
-        "X-AttnCache-Hits",
-        "X-AttnCache-Prototype-Hits",
-        "X-AttnCache-Cached-Tokens",
-        "X-AttnCache-Repeated",
-        "X-AttnCache-Truncated",
-        "X-AttnCache-History-Tokens",
-        "X-AttnCache-Session",
-        "X-AttnCache-Approximate",
-        "X-AttnCache-Segments",
-        "X-AttnCache-Model",
-    }
+    assert set(route["responses"]["200"]["headers"]) == {f"X-AttnCache-{name}" for name in headers}
     assert route["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "array"
     for status in ("400", "404", "409", "413", "422", "429", "500", "503"):
         schema = route["responses"][status]["content"]["application/json"]["schema"]
@@ -65,11 +55,7 @@ def test_all_routes_are_documented(description):
 
 @pytest.mark.parametrize(
     ("paths", "body"),
-    [
-        (TEI_PATHS, "TeiErrorBody"),
-        (OPENAI_PATHS, "OpenAIErrorBody"),
-        (RERANK_PATHS, "RerankErrorBody"),
-    ],
+    [(TEI_PATHS, "TeiErrorBody"), (OPENAI_PATHS, "OpenAIErrorBody"), (RERANK_PATHS, "RerankErrorBody")],
     ids=["TEI", "OpenAI", "rerank"],
 )
 def test_routes_of_other_servers_document_the_errors_of_these_servers(description, paths, body):

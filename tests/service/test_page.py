@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 from fake_engine import serving
 
-from attncache_core import AttentionDatabase, PrefillEngine
+from attncache_core import PrefillEngine
 from attncache_core.engine.explain import explain
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "service" / "page"
 FILES = sorted(FOLDER.iterdir())
 TEXT = "where is my lost card today"
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_checkpoint, tiny_database):
-    """The tiny model with its database; only recorded texts hit."""
-    database = AttentionDatabase.open(tiny_database, threshold=1.0)
-    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
 async def test_each_file_is_served_with_headers_that_let_nothing_else_run():
@@ -93,11 +86,11 @@ def test_an_installed_package_has_every_file_of_the_page():
     assert packaged == set(FILES)
 
 
-async def test_route_explains_what_the_library_explains(engine):
-    async with serving(engine, admin=True) as client:
+async def test_route_explains_what_the_library_explains(exact_engine):
+    async with serving(exact_engine, admin=True) as client:
         explained = (await client.post("/explain", json={"input": TEXT})).json()
-    (ids,) = engine.tokenize([TEXT])
-    expected = explain(engine, ids)
+    (ids,) = exact_engine.tokenize([TEXT])
+    expected = explain(exact_engine, ids)
     assert explained["outcome"] == expected.outcome == "miss"
     assert explained["tokens"] == list(expected.tokens)
     assert explained["chosen"]["similarity"] == pytest.approx(expected.chosen.similarity)
@@ -110,8 +103,10 @@ async def test_route_explains_what_the_library_explains(engine):
             np.testing.assert_allclose(levels / 65535, expected_maps.ravel(), atol=1e-5)
 
 
-async def test_second_explanation_finds_the_result_of_the_first_and_a_longer_text_has_no_maps(engine):
-    async with serving(engine, admin=True, result_memory_bytes=2**20) as client:
+async def test_second_explanation_finds_the_result_of_the_first_and_a_longer_text_has_no_maps(
+    exact_engine,
+):
+    async with serving(exact_engine, admin=True, result_memory_bytes=2**20) as client:
         texts = TEXT, TEXT, "card " * 100
         first, again, longer = [
             (await client.post("/explain", json={"input": text})).json() for text in texts
@@ -121,8 +116,8 @@ async def test_second_explanation_finds_the_result_of_the_first_and_a_longer_tex
     assert longer["layers"] is None
 
 
-async def test_wrong_bodies_are_refused(engine):
-    async with serving(engine, admin=True) as client:
+async def test_wrong_bodies_are_refused(exact_engine):
+    async with serving(exact_engine, admin=True) as client:
         for body in ({"input": ""}, {"input": 7}, {"inputs": "a"}, {}, {"input": "a", "query": "b"}):
             assert (await client.post("/explain", json=body)).status_code == 400, body
 

@@ -10,7 +10,7 @@ from browser import chromium
 from pydantic import SecretStr
 from raw_http import served, wait_until
 
-from attncache_core import AttentionDatabase, PrefillEngine, native
+from attncache_core import native
 
 TEXT = "where is my lost card today"
 KEY = "operator-key-0123456789"
@@ -24,22 +24,15 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint, tiny_database):
-    database = AttentionDatabase.open(tiny_database, threshold=1.0)
-    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with served(engine, admin=True) as server:
+def url(exact_engine):
+    with served(exact_engine, admin=True) as server:
         yield server.url
 
 
 @contextmanager
 def opened(browser, url):
     """Yield the page of the server, once the page knows the model."""
-    with browser.page() as page:
-        page.open(url)
+    with browser.page(url) as page:
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
         yield page
 
@@ -59,8 +52,7 @@ COMPILED_OFF_IS_HIDDEN = "document.getElementById('compiled-off').hidden"
 
 def test_page_loads_without_problems_and_asks_nobody_else(browser, url, monkeypatch):
     monkeypatch.setattr(native, "compiled_off", lambda: None)
-    with browser.page() as page:
-        page.open(url)
+    with browser.page(url) as page:
         page.wait("document.getElementById('state').textContent === 'live'")
         assert page.text("#model").startswith("tiny-bert · float32")
         assert page.run(COMPILED_OFF_IS_HIDDEN)
@@ -78,8 +70,7 @@ def test_page_says_why_no_compiled_code_computes(browser, url, monkeypatch):
 
 
 def test_numbers_move_after_requests(browser, url):
-    with browser.page() as page:
-        page.open(url)
+    with browser.page(url) as page:
         page.wait("document.getElementById('texts').textContent === '0'")
         before = int(page.text("#start-miss"))
         embed(url, "my new card", "the old bank", "please close it")
@@ -175,8 +166,7 @@ def test_error_of_the_server_is_shown(browser, url):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_from_its_ground(browser, url, dark):
-    with browser.page(dark=dark) as page:
-        page.open(url)
+    with browser.page(url, dark=dark) as page:
         grounds, fronts = (
             {name: page.run(LUMINANCE % name) for name in names}
             for names in (("--surface", "--page"), ("--ink", "--muted", "--accent", "--bad"))
@@ -200,8 +190,7 @@ LUMINANCE = """
 
 @pytest.mark.parametrize("width", [360, 768])
 def test_narrow_page_does_not_scroll_sideways(browser, url, width):
-    with browser.page(width=width, height=740) as page:
-        page.open(url)
+    with browser.page(url, width=width, height=740) as page:
         page.wait("document.getElementById('state').textContent === 'live'")
         assert page.run("document.documentElement.scrollWidth") <= width
         compute(page, "my card is lost and " * 11)
@@ -209,36 +198,36 @@ def test_narrow_page_does_not_scroll_sideways(browser, url, width):
 
 
 def test_hidden_or_paused_page_asks_for_nothing(browser, url):
-    with browser.page() as page:
-        page.open(url)
+    with browser.page(url) as page:
         page.wait("document.getElementById('state').textContent === 'live'")
         page.click("#pause")
         assert page.text("#state") == "paused"
-        page.run(AFTER_THE_LAST_POLL)
-        before = len(page.requested())
-        page.run(AFTER_TWO_POLLS)
-        assert len(page.requested()) == before
+        assert_asks_for_nothing(page)
         page.click("#pause")
         page.wait("document.getElementById('state').textContent === 'live'")
         page.run(
             "Object.defineProperty(document, 'hidden', { value: true, configurable: true });"
             "document.dispatchEvent(new Event('visibilitychange'))"
         )
-        page.run(AFTER_THE_LAST_POLL)
-        before = len(page.requested())
-        page.run(AFTER_TWO_POLLS)
-        assert len(page.requested()) == before
+        before = assert_asks_for_nothing(page)
         page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         wait_until(lambda: len(page.requested()) > before)
 
 
-AFTER_THE_LAST_POLL = "new Promise((resolve) => setTimeout(resolve, 500))"
-AFTER_TWO_POLLS = "new Promise((resolve) => setTimeout(resolve, 1600))"
+def assert_asks_for_nothing(page):
+    """Check two polls, after the last one has ended. Return how often the page has asked."""
+    page.run("new Promise((resolve) => setTimeout(resolve, 500))")
+    before = len(page.requested())
+    page.run("new Promise((resolve) => setTimeout(resolve, 1600))")
+    assert len(page.requested()) == before
+    return before
 
 
-def test_page_asks_for_a_key_and_forgets_it(browser, engine):
-    with served(engine, admin=True, api_key=SecretStr(KEY)) as server, browser.page() as page:
-        page.open(server.url)
+def test_page_asks_for_a_key_and_forgets_it(browser, exact_engine):
+    with (
+        served(exact_engine, admin=True, api_key=SecretStr(KEY)) as server,
+        browser.page(server.url) as page,
+    ):
         page.wait("document.getElementById('key-dialog').open")
         assert page.run("document.getElementById('key-unknown').hidden")
         for wrong in ("another key", "\u201ca key in a letter\u2019s quotes\u201d"):
@@ -258,8 +247,8 @@ def test_page_asks_for_a_key_and_forgets_it(browser, engine):
         page.wait("document.getElementById('key-dialog').open")
 
 
-def test_without_admin_the_box_says_how_to_see_more(browser, engine):
-    with served(engine) as server, opened(browser, server.url) as page:
+def test_without_admin_the_box_says_how_to_see_more(browser, exact_engine):
+    with served(exact_engine) as server, opened(browser, server.url) as page:
         page.type("#text", TEXT)
         page.click("#send")
         page.wait("document.getElementById('explanation').textContent.includes('--admin')")
@@ -268,8 +257,7 @@ def test_without_admin_the_box_says_how_to_see_more(browser, engine):
 
 
 def test_page_to_try_the_routes_shows_them_and_asks_nobody_else(browser, url):
-    with browser.page() as page:
-        page.open(f"{url}/docs")
+    with browser.page(f"{url}/docs") as page:
         page.wait("document.querySelectorAll('.opblock').length > 5")
         assert "/embed" in page.text("#routes")
         page.click("[id$='embed_post'] .opblock-summary-control")

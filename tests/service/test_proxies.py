@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
-from fake_engine import FakeEngine, serving
+from fake_engine import FakeEngine, begun, serving
 from queueing import queued
-from raw_http import post, read_response, wait_until
+from raw_http import EMBED, read_response, wait_until
 from server_process import get
 
 from service.errors import InvalidSettings
@@ -64,22 +64,17 @@ async def test_clients_of_one_connection_take_turns_if_the_proxy_is_trusted(trus
 
     def ask(address, *texts):
         headers = {"X-Forwarded-For": f"203.0.113.{time.monotonic_ns() % 200}, {address}"}
-        return asyncio.create_task(client.post("/embed", json={"inputs": texts}, headers=headers))
+        return client.post("/embed", json={"inputs": texts}, headers=headers)
 
     async with serving(engine, trusted_proxies=trusted, max_batch_tokens=16) as client:
-        engine.may_run.clear()
-        answered = [ask("198.51.100.1", "held")]
-        await asyncio.to_thread(engine.runs.acquire)
+        answered = [await begun(engine, ask("198.51.100.1", "held"))]
         batcher = client._transport.app.state.service.serving().batcher
         for waiting, texts in enumerate(([f"many {number}" for number in range(40)], ["single"]), 1):
-            answered.append(ask(f"198.51.100.{waiting}", *texts))
+            answered.append(asyncio.create_task(ask(f"198.51.100.{waiting}", *texts)))
             await queued(batcher, 39 + waiting)
         engine.may_run.set()
         assert [(await response).status_code for response in answered] == [200] * 3
     assert any("single" in batch for batch in engine.batches[:4]) == takes_turns
-
-
-EMBED = post(b'{"inputs": "a"}')
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -327,8 +327,14 @@ def test_what_is_missing_short_changed_or_of_another_model_is_refused_with_url_a
     (read,) = (path for method, path in store.requests[before:] if method == "GET" and POINTER not in path)
     assert pointer["files"]["manifest.json"]["sha256"] in read
     good = store.objects[f"/bucket/a/{POINTER}"]
-    for path in ("../../outside", "/etc/x", "maps/../x", ".renewal"):
-        bad = pointer | {"files": pointer["files"] | {path: {"bytes": 1, "sha256": "0" * 64}}}
+    files = pointer["files"]
+    outside = ("../../outside", "/etc/x", "maps/../x", ".renewal")
+    for bad in (
+        *(pointer | {"files": files | {path: {"bytes": 1, "sha256": "0" * 64}}} for path in outside),
+        pointer | {"files": files | {"key": {"bytes": 1, "sha256": "../" * 21 + "x"}}},
+        pointer | {"id": f"../{'0' * 29}"},
+        *(pointer | {"files": {name: files[name]}} for name in ("key", "manifest.json")),
+    ):
         store.objects[f"/bucket/a/{POINTER}"] = json.dumps(bad).encode()
         refused(secret, tmp_path, tiny_checkpoint, "no pointer")
     store.objects[f"/bucket/a/{POINTER}"] = good

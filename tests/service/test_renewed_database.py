@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from core_models import flip
 from following import following, publish
 from following import serving as serving_database
 from running import Clock, until, until_metric
@@ -304,15 +305,9 @@ async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
     assert after - before < 16 * MEBIBYTE
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
 # All other damaged files are refused with the same error: tests/reuse/test_database.py.
 DAMAGES = {
-    "index": lambda folder: flip(next(folder.glob("index/*.faiss"))),
+    "index": lambda folder: flip(next(folder.glob("index/*.faiss")), 0),
     "maps": lambda folder: os.truncate(next(folder.glob("maps/*.maps")), 100),
     "folder": shutil.rmtree,
     "current": lambda folder: (folder.parent.parent / "current").write_bytes(b"q\n"),

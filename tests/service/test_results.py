@@ -23,7 +23,7 @@ from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching import batch_runner
 from service.batching.request_queue import _MAX_LOOKUPS
-from service.batching.results import Lookup, Results, SequenceNames, repeatable
+from service.batching.results import Lookup, Results, repeatable, sequence_names
 from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull
 from service.observability.finished import Timing
@@ -332,14 +332,14 @@ sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
 @given(first=sequences, second=sequences)
 def test_names_differ_if_tokens_salts_or_plans_differ(first, second):
-    (one, other) = SequenceNames(b"", ()).of(PrefillPart.of([first, second]), range(2))
+    (one, other) = sequence_names(b"", (), PrefillPart.of([first, second]), range(2))
     assert (one == other) is (first == second)
     assert (
         len(
             {
                 one,
                 name_of(first, salt=b"x"),
-                *SequenceNames(b"", [plan_of(1)] * 2).of(PrefillPart.of([first, first]), range(2)),
+                *sequence_names(b"", [plan_of(1)] * 2, PrefillPart.of([first, first]), range(2)),
             }
         )
         == 4
@@ -350,13 +350,12 @@ def test_names_differ_if_tokens_salts_or_plans_differ(first, second):
 def test_name_of_a_pair_depends_on_the_types_of_its_tokens(ids, place):
     pairs = [PairTokens(ids, types) for types in (None, [0] * len(ids), [1] * len(ids))]
     assert (
-        len({name_of(ids), *SequenceNames(b"", [SequencePlan(0)]).of(PrefillPart.of(pairs), [place] * 3)})
-        == 4
+        len({name_of(ids), *sequence_names(b"", [SequencePlan(0)], PrefillPart.of(pairs), [place] * 3)}) == 4
     )
 
 
 def name_of(ids, plans=(), salt=b""):
-    (name,) = SequenceNames(salt, plans).of(PrefillPart.of([ids]), [0])
+    (name,) = sequence_names(salt, plans, PrefillPart.of([ids]), [0])
     return name
 
 

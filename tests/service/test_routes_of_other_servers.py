@@ -285,7 +285,6 @@ BAD = {
             "documents[1] must be a string, or an object with a string in the field text",
         ),
         ({"query": "a", "documents": [7]}, "documents[0] must be a string, or an object"),
-        ({"query": "a", "documents": [{"text": 7}]}, "documents[0] must be a string, or an object"),
         ({"query": "a", "documents": [{"text": ""}]}, "documents[0] must not be empty"),
         ({"query": "a", "texts": ["a"], "top_n": -1}, "top_n must be 0 or more"),
         ({"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
@@ -377,7 +376,9 @@ async def test_failures_name_the_text_of_the_request():
                     assert f"NaN or infinity for {name};" in response.json()["error"]
 
 
-@pytest.mark.parametrize("prompts", [{}, {"query": "my "}, {"document": "the "}])
+@pytest.mark.parametrize(
+    "prompts", [{}, {"query": "my "}, {"document": "the "}, {"query": "my ", "document": "the "}]
+)
 async def test_queries_and_documents_get_no_default_prompt_as_in_sentence_transformers(tmp_path, prompts):
     described = {"prompts": {"ask": "where is ", **prompts}, "default_prompt_name": "ask"}
     folder = write_sentence_transformer(tmp_path / "model", prompts=described)

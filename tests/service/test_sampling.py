@@ -170,7 +170,9 @@ async def test_sampling_goes_on_in_the_next_database_when_the_present_one_is_set
     assert sampled(tmp_path / "aside") == [(1, 2)]
 
 
-def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
+async def test_texts_that_could_not_be_written_and_those_of_the_pause_behind_are_counted(
+    tmp_path, monkeypatch
+):
     def fail(_self):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -178,8 +180,10 @@ def test_texts_that_could_not_be_written_are_counted(tmp_path, monkeypatch):
     kept = Sampling(100, 168.0, Metrics())
     kept.begin(tmp_path)
     kept.offer(None, [PrefillPart.of([[1, 2], [3, 4]])])
+    await until(lambda: kept.state.problem)
+    kept.offer(None, [PrefillPart.of([[5, 6]])])
     kept.close()
-    assert kept.state.dropped == 2
+    assert kept.state.dropped == 3
 
 
 def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
@@ -231,7 +235,7 @@ class Renewing:
     """A process that renews, as RegularRenewals sees it."""
 
     def __init__(self):
-        self.returncode, self.printed, self.killed = None, "", False
+        self.returncode, self.printed, self.killed, self.is_awaited = None, "", False, False
 
     def ends(self, returncode, printed):
         self.returncode, self.printed = returncode, printed
@@ -240,6 +244,7 @@ class Renewing:
         return self.returncode
 
     def communicate(self):
+        self.is_awaited = True
         return self.printed, None
 
     def kill(self):
@@ -316,7 +321,8 @@ def test_one_renewal_runs_at_a_time_and_its_end_says_when_the_next_one_begins(
     if result is None:
         started[0].ends(2, "the newest tenth of the 9 texts has too few\n")
     else:
-        started[0].ends(0, RENEWAL.dump_json(decided(result, 0)).decode() + "\n")
+        # Other lines may be those of a library.
+        started[0].ends(0, f"loaded\n{RENEWAL.dump_json(decided(result, 0)).decode()}\n")
     if result is Result.REFUSED:
         write_decision(tmp_path, decided(result, 0))
     for _ in range(3):
@@ -329,6 +335,7 @@ def test_one_renewal_runs_at_a_time_and_its_end_says_when_the_next_one_begins(
     assert len(started) == begun
     regular.close()
     assert started[-1].killed == (begun == 2)
+    assert started[-1].is_awaited
 
 
 def test_clock_that_was_ahead_delays_no_renewal(tmp_path, regular, started, monkeypatch):
@@ -350,7 +357,9 @@ def test_damaged_time_of_a_renewal_is_no_obstacle(tmp_path, regular, started, mo
     assert len(started) == 1
 
 
-def test_process_that_cannot_be_started_is_tried_again_later(tmp_path, regular, monkeypatch, caplog):
+@pytest.mark.parametrize("hours", [24, 0.5])
+def test_process_that_cannot_be_started_is_tried_again_later(tmp_path, hours, monkeypatch, caplog):
+    regular = RegularRenewals(Settings(sample=True, renew_hours=hours, database=tmp_path), tmp_path)
     begin_sample(tmp_path, 99)
     monkeypatch.setattr(regular_renewals, "start_builder", lambda *_: os.open(tmp_path / "absent", 0))
     regular.look()

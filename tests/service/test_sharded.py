@@ -178,6 +178,8 @@ def test_classes_are_sharded_too(tiny_classifier_checkpoint, folder, tmp_path):
     sharded, unsharded = pyarrow.concat_tables(tables), parquet.read_table(whole)
     assert sharded.column("label") == unsharded.column("label")
     assert sharded.schema == unsharded.schema
+    options = json.loads((output / OPTIONS).read_bytes())
+    assert set(sharded.column("label").to_pylist()) <= set(options["labels"])
     # The head is torch's, whose last bit depends on the number of rows.
     np.testing.assert_allclose(sharded.column("score"), unsharded.column("score"), atol=1e-6)
 
@@ -213,17 +215,17 @@ def test_output_that_is_not_complete_any_more_has_no_manifest(tiny_checkpoint, f
     output = tmp_path / "out"
     succeeded(embed(tiny_checkpoint, folder, output))
     complete = (output / MANIFEST).read_bytes()
-    (folder / "3.parquet").write_bytes(b"no Parquet")
+    (folder / "-.parquet").write_bytes(b"no Parquet")  # the first one
     for _ in range(2):
         ended = embed(tiny_checkpoint, folder, output)
         assert ended.exit_code == 3
         assert "0 shards computed (0 rows), 15 were there, 1 failed; not complete yet" in ended.stdout
         assert not (output / MANIFEST).exists()
         (output / MANIFEST).write_bytes(complete)
-    write(folder / "3.parquet", [*texts[0][:9], None])  # a row that cannot be computed
+    write(folder / "-.parquet", [*texts[0][:9], None])  # a row that cannot be computed
     assert embed(tiny_checkpoint, folder, output).exit_code == 3
     assert not (output / MANIFEST).exists()
-    (folder / "3.parquet").unlink()
+    (folder / "-.parquet").unlink()
     succeeded(embed(tiny_checkpoint, folder, output))
     assert (output / MANIFEST).read_bytes() == complete
     # A part whose own shards are all done, while a shard of the other part is not.
@@ -291,6 +293,19 @@ def test_file_that_changes_while_it_is_read_is_never_mixed(
     assert (tmp_path / "out/failed.jsonl").read_text().count("changed by somebody else") == 5
 
 
+def test_shard_that_fails_for_a_moment_is_computed(tiny_checkpoint, folder, tmp_path, monkeypatch):
+    compute, failed = shards.ShardWorker._compute, []
+
+    def compute_late(self, shard, output):
+        if len(failed) < 2:
+            failed.append(shard)
+            raise OSError("the store is busy")
+        return compute(self, shard, output)
+
+    monkeypatch.setattr(shards.ShardWorker, "_compute", compute_late)
+    assert "15 shards computed" in succeeded(embed(tiny_checkpoint, folder, tmp_path / "out"))
+
+
 def test_run_that_cannot_be_right_is_refused_and_leaves_the_output(tiny_checkpoint, folder, tmp_path):
     output = tmp_path / "out"
     succeeded(embed(tiny_checkpoint, folder, output))
@@ -298,6 +313,7 @@ def test_run_that_cannot_be_right_is_refused_and_leaves_the_output(tiny_checkpoi
     for to, more, word in (
         (output, ("--dimensions", 16), "begun without --dimensions, not with --dimensions 16"),
         (output, ("--batch-tokens", 8), "--batch-tokens"),
+        (output, ("--dtype", "bfloat16"), "dtype float32"),
         (tmp_path / "other", ("--column", "body"), "has no column 'body'"),
         (output, ("--shard", "4/3"), "3/100"),
         (output, ("--input", "x.txt"), "not both"),
@@ -336,6 +352,8 @@ def test_missing_input_and_missing_packages_are_refused(tiny_checkpoint, folder,
     with object_store() as store:
         store.objects["/bucket/0.parquet"] = (folder / "0.parquet").read_bytes()
         succeeded(embed(tiny_checkpoint, store.http % "0.parquet", tmp_path / "etag"))
+        shown = "there is no .parquet file in s3://bucket/empty; correct the path"
+        assert shown in embed(tiny_checkpoint, store.s3 % "empty", output).stderr
         store.has_etags = False
         assert "has no ETag" in embed(tiny_checkpoint, store.http % "0.parquet", output).stderr
     for secret in (f"s3://user:{PRIVATE}@bucket/in", f"s3://bucket/in?aws_secret_access_key={PRIVATE}"):
@@ -403,6 +421,16 @@ def test_shards_of_a_row_group_are_planned_one_by_one_and_once(tmp_path):
         *((1, 0, 8), (1, 8, 8), (1, 16, 4)),
         *((2, 0, 8), (2, 8, 2)),
     ]
+
+
+def test_folder_whose_name_ends_as_that_of_a_file_is_a_folder_in_any_store(tmp_path):
+    folder = tmp_path / "in.parquet"
+    folder.mkdir()
+    write(folder / "a.parquet", ["x"] * 8)
+    assert [shard.name for shard in plan([folder.as_uri()], "text")] == ["a.parquet"]
+    with object_store() as store:
+        store.objects["/bucket/in.parquet/a.parquet"] = (folder / "a.parquet").read_bytes()
+        assert [shard.name for shard in plan([store.s3 % "in.parquet"], "text")] == ["a.parquet"]
 
 
 KILLER = "kills its process"  # a shard

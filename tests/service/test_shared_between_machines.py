@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine, begun, embedding_of, policy_of, serving
 from raw_http import make_certificate
-from running import samples, until
+from running import Clock, samples, until
 from valkeys import running_valkey
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -643,6 +644,28 @@ async def test_a_name_that_is_looked_up_for_too_long_holds_up_no_question(valkey
     shared.close()
 
 
+def test_connecting_takes_no_time_from_the_question_that_needs_it(valkey, monkeypatch):
+    # Each part that is sent or received takes so long, and a new connection takes at least four.
+    seconds = itertools.count(step=0.75)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 30.0)
+    shared = blocks.SharedBlocks(SharedAddress.parse(valkey.url))
+    assert shared.heads(["a"], 1) == [b""]
+    shared.close()
+
+
+def test_part_of_an_answer_is_waited_for_no_longer_than_the_question_may_take(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=clock))
+    patience = client._Patience(0.25, 1.0)
+    assert patience.left() == 0.25
+    clock.seconds = 0.875
+    assert patience.left() == 0.125
+    clock.seconds = 1.0
+    with pytest.raises(TimeoutError):
+        patience.left()
+
+
 # Security, and the start.
 
 
@@ -675,34 +698,25 @@ async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("saving", "is_told"),
+    ("options", "others", "warning", "is_told"),
     [
-        (["--save", ""], False),
-        (["--save", "3600", "1"], True),
-        (["--appendonly", "yes"], True),
-        (["--appendonly", "yes", "--appendfsync", "always"], False),
+        (("--save", ""), "kv,quotas", "older histories", False),
+        (("--save", "3600", "1"), "kv,quotas", "older histories", True),
+        (("--appendonly", "yes"), "kv,quotas", "older histories", True),
+        (("--appendonly", "yes", "--appendfsync", "always"), "kv,quotas", "older histories", False),
+        (("--maxmemory", "0", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", True),
+        (("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru"), "sessions", "set a maxmemory", True),
+        (("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", False),
     ],
 )
-async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash(
-    tmp_path, caplog, saving, is_told
+async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash_or_refuse_blocks(
+    tmp_path, caplog, options, others, warning, is_told
 ):
-    with running_valkey(tmp_path, *saving) as valkey:
-        _check_shared(Settings(shared=valkey.url, shared_uses="kv,quotas"))
-        assert "older histories" not in caplog.text
+    with running_valkey(tmp_path, *options) as valkey:
+        _check_shared(Settings(shared=valkey.url, shared_uses=others))
+        assert warning not in caplog.text
         _check_shared(Settings(shared=valkey.url))
-    assert ("older histories" in caplog.text) == is_told
-
-
-@pytest.mark.parametrize(
-    ("maxmemory", "policy", "is_told"),
-    [("0", "allkeys-lru", True), ("1gb", "volatile-lru", True), ("1gb", "allkeys-lru", False)],
-)
-async def test_start_warns_of_a_store_that_may_refuse_blocks(tmp_path, caplog, maxmemory, policy, is_told):
-    with running_valkey(tmp_path, "--maxmemory", maxmemory, "--maxmemory-policy", policy) as valkey:
-        _check_shared(Settings(shared=valkey.url, shared_uses="sessions"))
-        assert "set a maxmemory" not in caplog.text
-        _check_shared(Settings(shared=valkey.url))
-    assert ("set a maxmemory" in caplog.text) == is_told
+    assert (warning in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("answer", [{}, {"save": "", "appendonly": "yes"}])

@@ -4,19 +4,17 @@ import asyncio
 import json
 import logging
 import random
-import shutil
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from core_models import random_text
-from fake_engine import FakeEngine, policy_of, serving, starting, texts_of
+from fake_engine import NOT_FINITE, FakeEngine, policy_of, serving, starting, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queueing import hold, queued, submit
+from queueing import batching, hold, queued, submit
 from running import metrics_of, samples, until, until_metric
 from verifying import (
     FAILURES,
@@ -36,8 +34,6 @@ from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
-from service.batching.admission import Limits
-from service.batching.batcher import Batcher
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
@@ -53,11 +49,12 @@ class UnverifiableEngine(FakeEngine):
         return super().run(requests)
 
 
-class EngineWithoutFullOutputs(FakeEngine):
-    """Computes nothing finite without reuse."""
+class HidingEngine(FakeEngine):
+    """Makes NaN of one text in full, in a token outside the output; with reuse the text is finite."""
 
     def run(self, requests):
-        return replace(super().run(requests), finite=np.array([request.reuse for request in requests]))
+        result = super().run(requests)
+        return replace(result, finite=np.array([request.reuse for request in requests]) | result.finite)
 
 
 def hitting_engine(damage=0.0):
@@ -86,10 +83,16 @@ def test_given_random_generator_chooses_the_hits(seed, rate, count):
     assert verified_texts(engine) == [text for text in texts if oracle.random() < rate]
 
 
-def test_hits_whose_full_output_is_not_finite_fail_the_budget():
-    engine = EngineWithoutFullOutputs(stored=AnyText())
-    serve_and_verify(engine, verifier_of(engine, Metrics()), [f"text {number}" for number in range(40)])
-    assert engine.map_reuse.policy.groups[0].tightened
+def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree():
+    engine, metrics = HidingEngine(stored=AnyText()), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve_and_verify(engine, verifier, ["fine", NOT_FINITE])
+    shown = numbers(metrics)
+    assert shown["attncache_verify_cosine_bucket", "0.5"] == 1
+    assert shown["attncache_verify_cosine_sum",] == pytest.approx(1)
+    serve_and_verify(engine, verifier, [NOT_FINITE] * 60)
+    assert numbers(metrics)[(FAILURES,)] > 0
+    assert engine.map_reuse.policy.groups[1].tightened
 
 
 def test_pending_hit_keeps_its_own_output_and_not_those_of_the_batch():
@@ -191,11 +194,11 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines():
 LIMITED = policy_of(floor=0.95, limit=StrangenessLimit(strangest=0.04, usual=0.02))
 
 
-def mixed_engine(policy=LIMITED):
+def mixed_engine():
     """An engine for which texts that begin with "odd" are strange, and hits of texts with "bad" are bad."""
     return FakeEngine(
         stored=AnyText(),
-        policy=policy,
+        policy=LIMITED,
         damage=lambda text: 0.1 if "bad" in text else 0.001,
         strangeness=lambda text: 0.03 if text.startswith("odd") else 0.01,
     )
@@ -237,6 +240,9 @@ def test_hits_that_a_looser_policy_let_hit_tighten_nothing_more():
     verifier.offer(requests, result, before)
     verify_all(verifier)
     assert engine.map_reuse.policy == LIMITED.tightened(0)
+    verifier.offer(requests, result, verifier.policy)
+    verify_all(verifier)
+    assert engine.map_reuse.policy == LIMITED.tightened(0).tightened(0)
 
 
 def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only():
@@ -409,14 +415,9 @@ async def test_nothing_is_reused_if_findings_cannot_be_kept_and_the_server_says_
 async def verifying(engine, sequences=100):
     """Yield a batcher that verifies every hit, and its metrics."""
     metrics = Metrics()
-    batcher = Batcher(
-        engine, Limits(10_000, sequences, 10_000, 10_000), metrics, verifier_of(engine, metrics)
-    )
-    try:
+    verifier = verifier_of(engine, metrics)
+    async with batching(engine, 10_000, sequences, 10_000, metrics, verifier=verifier) as batcher:
         yield batcher, metrics
-    finally:
-        engine.may_run.set()
-        await asyncio.to_thread(batcher.close)
 
 
 async def verified(metrics, count):
@@ -606,9 +607,9 @@ async def test_labels_are_never_verified():
 
 
 @pytest.fixture
-def real_engine(tiny_checkpoint, tiny_database, tmp_path):
+def real_engine(tiny_checkpoint, root):
     """An engine for which every text of a recorded length hits, with a budget that hits keep."""
-    database = AttentionDatabase.open(Path(shutil.copytree(tiny_database, tmp_path / "a.db")))
+    database = AttentionDatabase.open(root)
     policy = replace(database.search.policy, budget=Budget(Measure.COSINE, 0.1))
     database = replace(database, search=replace(database.search, policy=policy))
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
@@ -634,19 +635,17 @@ async def test_cosines_compare_answers_with_reuse_and_without(real_engine):
 
 
 @pytest.fixture
-def deciding_engine(tiny_checkpoint, tiny_database, tmp_path):
+def deciding_engine(tiny_checkpoint, root):
     """The same engine with a budget for decisions. The decision is the embedding's largest dimension."""
-    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-    database = AttentionDatabase.open(folder)
+    database = AttentionDatabase.open(root)
     weight, bias = np.eye(32, dtype=np.float32), np.zeros(32, np.float32)
     fingerprint = tiny_checkpoint.embedding_fingerprint()
     classifier = LinearClassifier(tuple(map(str, range(32))), weight, bias, fingerprint, "m", {})
     files = database.keep_decisions(classifier)
     policy = replace(database.manifest.policy, budget=Budget(Measure.AGREEMENT, 1.0))
-    replace(database.manifest, files=files, policy=policy).write(folder)
-    return PrefillEngine.load(
-        tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32", classifier=classifier
-    )
+    replace(database.manifest, files=files, policy=policy).write(root)
+    database = AttentionDatabase.open(root)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", classifier=classifier)
 
 
 async def test_budget_for_decisions_of_the_database_is_verified_and_covers_nothing_else(

@@ -8,7 +8,7 @@ import threading
 import pytest
 from fake_engine import serving
 from raw_http import wait_until
-from running import until_metric
+from running import until, until_metric
 
 from service.settings.names import MAX_SECONDS
 from service.upkeep.watchdog import Condition, Watchdog
@@ -65,8 +65,7 @@ def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog):
         watchdog.start(asyncio.get_running_loop())
         may_end.wait()
         assert secret
-        while watchdog.condition is not Condition.FINE:
-            await asyncio.sleep(0.001)
+        await until(lambda: watchdog.condition is Condition.FINE)
 
     thread = threading.Thread(target=asyncio.run, args=(hang_the_event_loop("Sesam"),))
     with caplog.at_level(logging.ERROR):

@@ -97,12 +97,10 @@ def test_database_serves_only_uses_that_its_budget_covers(folder, built, tmp_pat
 
 
 def test_budget_of_decisions_covers_the_labels_of_the_build_only(folder, tmp_path):
-    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels")
-    options = ("--model", folder / "model", "--dtype", "float32", *used)
     corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
-    succeeded(run("build", *options, "card,bank", *corpus))
+    succeeded(run("build", *labelled(folder, "card,bank"), *corpus))
     data = ("--data", folder / "texts.tsv", "--database", tmp_path / "a.db", "--rounds", 1)
-    refused = run("evaluate", "agreement", *options, "card,lost", *data)
+    refused = run("evaluate", "agreement", *labelled(folder, "card,lost"), *data)
     assert refused.exit_code == 2
     assert "only with the labels that it was calibrated with" in refused.stderr
 
@@ -124,8 +122,8 @@ def test_classifier_is_fitted_and_evaluated_on_the_embeddings_of_the_template(fo
     assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(predicted, truth, strict=True)]))
 
 
-def labelled(folder):
-    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels", "card, bank,lost")
+def labelled(folder, labels="card, bank,lost"):
+    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels", labels)
     return "--model", folder / "model", "--dtype", "float32", *used
 
 

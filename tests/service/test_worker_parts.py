@@ -350,7 +350,8 @@ async def test_worker_keeps_its_locks_while_it_waits_for_its_own_verification(tm
 async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_asks_of_all(
     tmp_path, monkeypatch
 ):
-    store, done = LocalStore(), []
+    clock, done = Clock(), []
+    store = LocalStore(clock=clock)
     look_for = os.kill
 
     def of_another_user(process, signal):
@@ -384,3 +385,6 @@ async def test_worker_that_is_not_ready_yet_does_later_what_a_running_worker_ask
     # What a worker has asked that was killed is not kept by those that ask later.
     await group._change_commands(lambda kept: kept)
     assert json.loads(await store.get("asked")) == {"name": commands["name"]} | of_itself
+    # Who asked may be gone, so the answers do not stay, whatever they hold.
+    clock.seconds += 601
+    assert await store.count() == 0

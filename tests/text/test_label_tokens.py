@@ -334,7 +334,7 @@ def test_own_labels_of_one_token_are_classes_to_agree_on(tiny_llama, oracle):
     engine = load(tiny_llama, SINGLE)
     texts = some_texts()
     assert engine.decisions.labels == SINGLE
-    assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.AGREEMENT
+    assert default_budget(engine, BuildOptions()).measure is Measure.AGREEMENT
     outputs = prefill(engine, engine.tokenize(texts), reuse=False).outputs
     expected = oracle.scores(texts, SINGLE)
     np.testing.assert_allclose(
@@ -350,7 +350,7 @@ def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings
     engine = load(tiny_llama, SEVERAL)
     assert engine.decisions.labels is None
     assert engine.info().labels == list(SEVERAL)
-    assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.COSINE
+    assert default_budget(engine, BuildOptions()).measure is Measure.COSINE
     with pytest.raises(NoClassifier):
         engine.decisions.comparator(Measure.AGREEMENT)
     np.testing.assert_array_equal(

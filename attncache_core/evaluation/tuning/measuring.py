@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,7 +94,9 @@ class Subject:
 
     def run(self) -> tuple[float, list[PrefillResult]]:
         """Run all batches on all engine threads. Returns the seconds and the results, in order."""
-        with self._pool() as pool:
+        threads = self.engine.parallel_runs
+        with ThreadPoolExecutor(threads, thread_name_prefix="engine") as pool:
+            list(pool.map(time.sleep, [0.001] * threads))  # starts the threads, so that this is not timed
             started = time.perf_counter()
             results = list(pool.map(self.engine.run, self._batches))
             return time.perf_counter() - started, results
@@ -110,13 +111,6 @@ class Subject:
     def alone(self) -> range:
         """The indices of the texts that are timed alone."""
         return range(len(self._alone))
-
-    @contextmanager
-    def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        """Yield a pool whose threads run, so that starting them is not timed."""
-        with ThreadPoolExecutor(self.engine.parallel_runs, thread_name_prefix="engine") as pool:
-            list(pool.map(time.sleep, [0.001] * self.engine.parallel_runs))
-            yield pool
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION
 from attncache_core.runtime.files import locked, refused_read
 
 # Raised when calibration keeps a budget that it did not keep before: servers then build the database anew.
-_CALIBRATION_VERSION = 4
+_CALIBRATION_VERSION = 5
 
 
 def databases_folder(cache_dir: Path | None) -> Path:

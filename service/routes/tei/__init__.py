@@ -1,1 +1,0 @@
-"""The routes of text-embeddings-inference (TEI), in its shapes, beside /embed."""
