@@ -291,8 +291,7 @@ class PendingRequest:
                 blends = list(map(engine.blending.blend, chunked, sequences, repeat(salt)))
                 piece.prefill.blends = blends if any(blends) else None
                 whole = [
-                    min(tokens, blend.computed_tokens(engine.stored_tokens)) if blend else tokens
-                    for blend, tokens in zip(blends, whole, strict=True)
+                    blend.tokens if blend else tokens for blend, tokens in zip(blends, whole, strict=True)
                 ]
         if self.shares_prefixes:
             before = [] if self._last_ids is None else [self._last_ids]

@@ -10,7 +10,7 @@ any position. The first chunk is a prefix of the whole sequence, so its keys and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -124,11 +124,6 @@ class Blend:
         cached = sum(chunk.length for chunk in chunks)
         again = recomputation.ratio * (cached - chunks[0].length)
         return cls(tuple(chunks), recomputation, len(ids) - cached + round(again))
-
-    def computed_tokens(self, stored_tokens: Callable[[PrefixKey], int]) -> int:
-        """Return about how many tokens are computed, if so many of each chunk's sequence are stored."""
-        stored = (max(0, stored_tokens(chunk.prefix_key) - chunk.skipped) for chunk in self.chunks)
-        return self.tokens + sum(chunk.length for chunk in self.chunks) - sum(stored)
 
 
 class ChunkReport(NamedTuple):
