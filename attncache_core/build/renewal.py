@@ -244,7 +244,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
     if not budget.binds:
         raise InvalidInput(
             f"database {present.folder} keeps no quality budget, so nothing can show that a new generation "
-            "is better; build it again without --threshold, and with a budget",
+            "is better; calibrate it, or build it again without --threshold, and with a budget",
             field="database",
         )
     if present.decisions is not None and present.decisions.fitted:
@@ -255,7 +255,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
         )
     known = {option.name for option in fields(BuildOptions)}
     given = {name: value for name, value in manifest.build.items() if name in known}
-    given["threshold"] = None  # a calibration has set a budget since
+    given["threshold"] = None  # the budget, which a calibration has set since, replaces the θ of the build
     form = given.get("form")
     given["form"] = MapForm(form) if form else None
     if synthetic_only:

@@ -305,7 +305,7 @@ def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dic
 def _harmed_at_most(budget: Budget, left_out: Mapping[str, np.ndarray]) -> float:
     """Return the upper bound of the share of harmed hits, with 95 % confidence over the kinds of text.
 
-    Kinds without hits say nothing about it.
+    Kinds without hits are left out, because they say nothing about the share.
     """
     with_hits = [hits for hits in left_out.values() if len(hits)]
     return share_bound_over([int(budget.harmed(hits).sum()) for hits in with_hits], list(map(len, with_hits)))

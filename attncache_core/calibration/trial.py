@@ -58,7 +58,7 @@ def savings_of(engine: PrefillEngine, search: SearchEngine, sequences: Sequence[
 
     engine: without a database. search: of a generation; the times hold for each generation of the model.
     """
-    order = sorted(map(list, sequences), key=len)
+    order = sorted((list(ids) for ids in sequences if len(ids) in search.store.segments), key=len)
     heads = [tuple(range(layer.heads)) for layer in engine.model.layers]
     return measure_savings(engine, search, Probes(order, {}, {}), heads)
 

@@ -84,6 +84,14 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     return left, right, ratings
 
 
+def path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:
+    """Split "FILE:column,column". A source without columns, or the full name of a file, gets `column`."""
+    path, colon, columns = source.rpartition(":")
+    if not colon or Path(source).exists():
+        return source, (column,)
+    return path, tuple(columns.split(","))
+
+
 def spread(items: Sequence[T], maximum: int) -> list[T]:
     """Return at most `maximum` items, equally spaced, because neighbours in a file are often alike."""
     indices = np.linspace(0, len(items) - 1, min(maximum, len(items))).round().astype(int)
@@ -103,11 +111,3 @@ def neighbours(items: Iterable[T], size_of: Callable[[T], int], most: int) -> It
         total += size
     if found:
         yield found
-
-
-def path_and_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:
-    """Split "FILE:column,column". A source without columns, or the full name of a file, gets `column`."""
-    path, colon, columns = source.rpartition(":")
-    if not colon or Path(source).exists():
-        return source, (column,)
-    return path, tuple(columns.split(","))

@@ -155,8 +155,18 @@ class PrefillEngine:
         )
         if database:
             database.require_width(model.hidden_size)
-        loaded = checkpoint, model, tokenizer, compute_dtype
-        engine = cls(*loaded, count, strategy, classifier, share_prefixes, opened, off)
+        engine = cls(
+            checkpoint,
+            model,
+            tokenizer,
+            dtype=compute_dtype,
+            threads=count,
+            strategy=strategy,
+            classifier=classifier,
+            share_prefixes=share_prefixes,
+            key_values=opened,
+            key_values_off=off,
+        )
         if classifier and engine.dimensions:
             classifier.require_width(engine.dimensions)
         engine._measure_prefill()

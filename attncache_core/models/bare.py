@@ -129,7 +129,7 @@ def read_bare(
 ) -> tuple[BareEncoder, Sequence[str], Sequence[str]]:
     """Return an encoder with the weights of a checkpoint in `dtype`, mapped from their files if possible.
 
-    Returns also the names of weights that the configuration describes and the checkpoint has not, and of
+    Also returns the names of weights that the configuration describes and the checkpoint has not, and of
     those that only the checkpoint has.
     config: the checkpoint's configuration in transformers; see `is_bare`. Raises an error of safetensors if
     the weights cannot be read, UnsupportedModel if they have other shapes than the configuration says, are no

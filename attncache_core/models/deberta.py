@@ -62,7 +62,7 @@ def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
 def relative_positions(encoder: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the embeddings of the distances in texts of up to `positions` tokens, [rows, hidden].
 
-    Returns also the row of each distance from 1 - positions to positions - 1, int64 [2 positions - 1]: δ.
+    Also returns the row of each distance from 1 - positions to positions - 1, int64 [2 positions - 1]: δ.
     Returns None if the model has no relative positions.
     """
     if not encoder.relative_attention:

@@ -1,4 +1,4 @@
-"""Python binding of products.h and rows.h: weights packed for the kernel, and products of rows with them.
+"""Python binding of products.h and rows.h: packed weights, their products, and unpacked weights of few bits.
 
 PackedMatrix(weight, bias)  ->  multiply(x, ...)     activation(x @ weight.T + bias) + residual
 levels of 8 or 4 bits       ->  unpack_8_bits, unpack_4_bits

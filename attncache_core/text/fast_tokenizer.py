@@ -31,12 +31,11 @@ _AS_THE_FILE_SAYS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def read_fast_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, frozenset[int], int, float, bool]:
-    """Return the tokenizer of a checkpoint, and what its files say beside it.
+    """Return the tokenizer of a checkpoint, which neither pads nor truncates, and what its files say.
 
-    These are the ids of its special tokens; the highest id that a text can have, plus one; the most tokens of
+    The files say the ids of special tokens; the highest id that a text can have, plus one; the most tokens of
     a text, for which transformers reports 10^30 if there is no limit; and whether the model gets the types of
-    tokens. The tokenizer neither pads nor truncates. Raises UnsupportedModel, which says why it cannot be
-    used.
+    tokens. Raises UnsupportedModel, which says why the tokenizer cannot be used.
     """
     if not checkpoint.vocabularies:
         # transformers would create a tokenizer with an empty vocabulary.

@@ -112,23 +112,21 @@ class BatchRunner:
 
     def run(self, batch: Batch) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
-        blended = [piece for piece in batch if piece.prefill.blends]
-        if len(blended) < len(batch):
-            self._run_together([piece for piece in batch if not piece.prefill.blends])
+        if plain := [piece for piece in batch if not piece.prefill.blends]:
+            self._run_together(plain)
         # The engine blends prompt by prompt, so a request that ran with others would only wait for them.
-        self._run_one_by_one(blended)
+        self._run_one_by_one([piece for piece in batch if piece.prefill.blends])
 
     def _run_one_by_one(self, batch: Batch) -> None:
-        """Run each slice of a batch by itself, unless its request has ended meanwhile."""
         for piece in batch:
-            if piece.request.future.done():
-                self.give_up([piece])
-            else:
-                self._run_together([piece])
+            self._run_together([piece])
 
     def _run_together(self, batch: Batch) -> None:
         try:
-            self._run(batch)
+            if len(batch) == 1 and batch[0].request.future.done():
+                self.give_up(batch)
+            else:
+                self._run(batch)
         # A panic in compiled code is not an Exception.
         except BaseException as error:
             log_failure(logger, "a batch failed", error)

@@ -175,7 +175,7 @@ class PendingRequest:
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
     may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
-    # Of the names of its results; None: results are computed for this request alone.
+    # Separates the names of its results from those of others; None: results are computed for it alone.
     names_salt: bytes | None = None
     timing: Timing = field(default_factory=Timing)
     # Gets `parts` once the request is answered; None: they are not kept.

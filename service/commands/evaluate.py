@@ -128,6 +128,6 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
     if not texts:
         raise InvalidInput("the data has no texts", field="data")
     evaluation = Evaluation(Request(**options), classifier)
-    # A file may be given several times, with other columns.
+    # A file may be given several times, with other columns, which the names leave out.
     names = dict.fromkeys(Path(path_and_columns(source, "")[0]).stem for source in data)
     evaluation.run_agreement(", ".join(names), evaluation.tokenize(texts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -106,16 +105,18 @@ def _json_line(line: str, where: str) -> WarmLine:
 
 
 def _warn_of_unknown_keys(lines: Sequence[tuple[int, WarmLine]], settings: Settings) -> None:
-    with suppress(InvalidSettings):  # a file of keys that is just being replaced must not end the start
+    try:
         keys = key_ring(settings)
-        names = {line.key: number for number, line in reversed(lines) if line.key is not None}
-        for name in sorted(names.keys() - set(keys.names if keys else ())):
-            logger.warning(
-                'line %d of %s is warmed for the "key" %r, and no API key has this name now',
-                names[name],
-                settings.warm,
-                name,
-            )
+    except InvalidSettings:  # a file of keys that is just being replaced must not end the start
+        return
+    names = {line.key: number for number, line in reversed(lines) if line.key is not None}
+    for name in sorted(names.keys() - set(keys.names if keys else ())):
+        logger.warning(
+            'line %d of %s is warmed for the "key" %r, and no API key has this name now',
+            names[name],
+            settings.warm,
+            name,
+        )
 
 
 def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: str) -> Chosen:

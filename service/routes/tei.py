@@ -242,10 +242,10 @@ async def predict(call: CurrentCall) -> Answer:
     )
     found = await classified(call, source, salt=call.salt())
     maximum = body.parameters.top_k if body.parameters else None
-    scored = zip(found.logits, _scores(found, body).tolist(), strict=True)
+    rows_of_scores = zip(found.logits, _scores(found, body).tolist(), strict=True)
     rows = (
         [{"score": scores[column], "label": found.labels[column]} for column in best_first(logits)[:maximum]]
-        for logits, scores in scored
+        for logits, scores in rows_of_scores
     )
     is_list = body.inputs.is_list or body.parameters is not None
     return answer(await json_list(rows) if is_list else next(rows), found.result, call)
@@ -331,7 +331,7 @@ async def _refuse_parameters(call: Call) -> NoReturn:  # noqa: ARG001
 async def _zero_shot(call: Call, *, alone: bool) -> Answer:
     body = await call.read(ZeroShotRequest)
     parameters = body.parameters
-    classified = ClassifyRequest.model_validate(
+    request = ClassifyRequest.model_validate(
         {
             "inputs": body.inputs,
             "labels": parameters.candidate_labels,
@@ -340,7 +340,7 @@ async def _zero_shot(call: Call, *, alone: bool) -> Answer:
         }
     )
     try:
-        return await scored(call, classified, alone=alone)
+        return await scored(call, request, alone=alone)
     except (InvalidInput, NotFinite) as error:
         _rename(error)
         raise

@@ -57,8 +57,14 @@ class BlendVerifier(LaterVerifier):
         chosen = [
             Hit(request, result.outputs[index].copy(), _window(policy))
             for index, (request, report) in enumerate(zip(requests, result.blends or (), strict=False))
-            # Answers that are exact would hide others that are not.
-            if report and not report.is_exact and result.finite[index] and self._chance.random() < self._rate
+            # Answers that are exact would hide others that are not. Texts that were tokenised before the gate
+            # was tightened say nothing about it.
+            if report
+            and not report.is_exact
+            and request.blend
+            and request.blend.recomputation == policy.recomputation
+            and result.finite[index]
+            and self._chance.random() < self._rate
         ]
         self._add(chosen)
 

@@ -421,6 +421,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     # What another process has found is followed and kept, and the pending hits of a looser gate are dropped.
     write_gate(path, gate)
     engine.open_gate(gate, path)
+    requests = blended_requests(engine, 60)
     verifier.offer(requests, engine.run(requests), gate)
     for followed in (0, 2):
         verifier.follow([followed])
@@ -448,6 +449,9 @@ def test_answers_of_a_gate_that_another_server_has_tightened_meanwhile_tighten_i
     verify_all(verifier)
     assert engine.blending.gate.steps == 1
     assert samples(metrics.render().decode())[(FAILURES,)] == 0
+    # Nor do prompts that were tokenised before it was tightened, and computed afterwards.
+    verifier.offer(requests, engine.run(requests), verifier.policy)
+    assert not verifier.has_work
 
 
 def test_answer_that_is_not_finite_is_not_verified_and_one_of_which_the_exact_one_is_not_fails(
