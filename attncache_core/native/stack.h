@@ -84,6 +84,7 @@ typedef struct {
     int64_t kept_count;
     int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
     atomic_int *ready;            // the number of layers whose given slots are filled, plus one if given states are; or null: all
+    atomic_int *written;          // [layers] the number of rows whose keys and values are kept; or null
     // Whether every tree is one run of rows at any rising positions, which attend to the given tokens up to their
     // own position. The kept slots of the rows are among the given ones.
     int32_t scattered;
@@ -198,6 +199,7 @@ static void place_rows(const block *b, const stack_layer *layer, int first, int 
     for (int r = first; r < first + rows; r++)
         keep(b, layer, r, (size_t)layer->keys_always * layer->width * bytes,
              b->always + (size_t)r * b->always_row * bytes, value_bytes);
+    if (b->job->written) atomic_fetch_add(b->job->written + layer->number, rows);
     const int skipped = b->miss > first ? smaller(b->miss - first, rows) : 0;
     if (layer->misses.outputs)
         place_heads(b, layer, b->misses, b->misses_row, layer->reused, layer->keys_misses, first + skipped,

@@ -100,6 +100,8 @@ class KeyValueSlots:
     # int32 [1], the number of layers whose given slots are filled, and one more once the given states are;
     # the stack waits for the others. None: everything is filled.
     ready: np.ndarray | None = None
+    # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
+    written: np.ndarray | None = None
     # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given
     # tokens up to their own position, and their kept slots are among the given ones. The root
     # starts behind all tokens.
@@ -138,7 +140,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("refitted", "block_tokens")),
         *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept", "kept_rows", "kept_starts")),
         *((name, ctypes.c_int64) for name in ("kept_count", "slot_bytes", "layer_bytes")),
-        ("ready", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("ready", "written")),
         *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
         *((name, ctypes.c_void_p) for name in ("pooling", "tree_pooling")),
         *((name, ctypes.c_int64) for name in _RESULTS),
@@ -353,6 +355,8 @@ class CompiledStack:
             job.kept_count = len(slots.kept)
         if slots.ready is not None:
             job.ready = address(slots.ready)
+        if slots.written is not None:
+            job.written = address(slots.written)
 
     def _set_records(self, job: _Job, rows: StackRows, records: ReusedRecords) -> None:
         assert rows.trees is None

@@ -374,6 +374,7 @@ class Slots:
         self.bytes = slots.shape[1] * slots.element_size()
         size = (len(model.layers), self.TOKENS, self.bytes)
         self.blocks = [[np.zeros(size, np.uint8) for _ in range(length)] for length in lengths]
+        self.written = np.zeros(len(model.layers), np.int32)
 
     def plan(self, known, lengths, *, keep, ready=None):
         cached = [block[: -(-count // self.TOKENS)] for block, count in zip(self.blocks, known, strict=True)]
@@ -390,6 +391,7 @@ class Slots:
             np.array(kept, dtype=np.uint64) if keep else None,
             np.arange(len(kept)) if keep else None,
             ready=ready,
+            written=self.written if keep else None,
         )
 
 
@@ -425,6 +427,7 @@ def test_hidden_states_behind_kept_keys_and_values_are_those_of_whole_sequences(
             found = model.outputs(hidden, batch).split(batch.lengths.tolist())
             behind = [rows[count:] for rows, count in zip(expected, before, strict=True)]
             assert_near(found, behind, FLOAT32)
+    assert (slots.written == sum(lengths)).all()
 
 
 @pytest.mark.parametrize("computing", COMPUTING)

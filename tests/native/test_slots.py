@@ -48,7 +48,7 @@ class Blocks:
         ]
 
 
-def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None):
+def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None, written=None):
     """Run sequences behind their first `known` tokens. Return their rows."""
     lengths = [len(ids) - count for ids, count in zip(sequences, known, strict=True)]
     ids = np.concatenate([ids[count:] for ids, count in zip(sequences, known, strict=True)])
@@ -74,6 +74,7 @@ def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None):
         np.array(kept, dtype=np.uint64) if keep else None,
         kept_rows if keep else None,
         ready,
+        written,
     )
     found, counts = stack.run(None, rows, range(LAYERS), threads=threads, slots=slots)
     return list(found.split(lengths)), counts
@@ -94,8 +95,10 @@ def test_rows_behind_given_tokens_are_those_of_the_whole_sequence(stack, cases, 
     blocks = [Blocks(stack, length, size) for length, _ in cases]
     none = [0] * len(cases)
     plain, counts = run(stack, sequences, blocks, none, threads)
-    whole, _ = run(stack, sequences, blocks, none, threads, keep=range(len(cases)))
+    written = np.zeros(LAYERS, np.int32)
+    whole, _ = run(stack, sequences, blocks, none, threads, keep=range(len(cases)), written=written)
     assert all(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
+    assert (written == sum(map(len, sequences))).all()
     found, fewer = run(stack, sequences, blocks, known, threads)
     for number, (rows, all_rows) in enumerate(zip(found, whole, strict=True)):
         assert torch.equal(rows, all_rows[known[number] :]), number

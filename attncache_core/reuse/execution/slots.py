@@ -89,6 +89,8 @@ class SlotAttention:
             for row, address in zip(kept_rows.tolist(), kept.tolist(), strict=True):
                 to = address + number * self._slots.layer_bytes
                 ctypes.memmove(to, rows[row].data_ptr(), width)
+        if self._slots.written is not None:
+            self._slots.written[number] += len(computed)
 
 
 def _among_given(batch: TokenBatch) -> tuple[PrefixTree, np.ndarray]:
