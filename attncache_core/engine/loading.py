@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from attncache_core.checkpoints.checkpoint import Checkpoint, Dtype
@@ -20,6 +22,17 @@ from attncache_core.runtime.memory import keep_freed_memory, return_freed_memory
 from attncache_core.text.tokenizer import TextTokenizer
 
 
+class LoadedParts(NamedTuple):
+    """Fields of a PrefillEngine."""
+
+    model: PackedModel
+    tokenizer: TextTokenizer
+    dtype: torch.dtype
+    strategy: ReuseStrategy | None
+    key_values: KeyValueReuse | None
+    key_values_off: str
+
+
 def load_parts(
     checkpoint: Checkpoint,
     strategy: ReuseStrategy | None,
@@ -27,11 +40,10 @@ def load_parts(
     device: torch.device,
     max_tokens: int | None,
     key_values: KeyValueOptions | None,
-) -> tuple[PackedModel, TextTokenizer, torch.dtype, KeyValueReuse | None, str]:
+) -> LoadedParts:
     """Load a checkpoint and pack its weights, in the order of heads that the strategy needs.
 
     checkpoint: with the digests of its files. Other arguments, and what is raised: see PrefillEngine.load.
-    Returns `model`, `tokenizer`, `dtype`, `key_values` and `key_values_off` of the engine.
     """
     if checkpoint.task == "classify" and checkpoint.default_prompt and checkpoint.template != Template():
         raise UnsupportedModel(
@@ -61,7 +73,7 @@ def load_parts(
             opened = open_key_values(model, checkpoint, tokenizer.prompt_tokens, key_values)
         except NotReusable as reason:
             off = str(reason)
-    return model, tokenizer, compute_dtype, opened, off
+    return LoadedParts(model, tokenizer, compute_dtype, strategy, opened, off)
 
 
 def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: Checkpoint) -> PackedModel:

@@ -150,22 +150,15 @@ class PrefillEngine:
         count = limit_threads(threads)
         if database:
             strategy = map_reuse_of(database, checkpoint)
-        model, tokenizer, compute_dtype, opened, off = load_parts(
-            checkpoint, strategy, dtype, resolve_device(device), max_tokens, key_values
-        )
+        parts = load_parts(checkpoint, strategy, dtype, resolve_device(device), max_tokens, key_values)
         if database:
-            database.require_width(model.hidden_size)
+            database.require_width(parts.model.hidden_size)
         engine = cls(
             checkpoint,
-            model,
-            tokenizer,
-            dtype=compute_dtype,
             threads=count,
-            strategy=strategy,
             classifier=classifier,
             share_prefixes=share_prefixes,
-            key_values=opened,
-            key_values_off=off,
+            **parts._asdict(),
         )
         if classifier and engine.dimensions:
             classifier.require_width(engine.dimensions)

@@ -96,6 +96,13 @@ class BareEncoder(nn.Module):
         return by_bucket(buckets_of(positions - positions[:, None])).movedim(2, 0)
 
 
+class WeightReport(NamedTuple):
+    """How the weights of a checkpoint differ from what its configuration describes."""
+
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+
+
 def is_bare(config: Any) -> bool:
     """Return whether `read_bare` can read a model. config: its configuration in transformers."""
     is_quantized = getattr(config, "quantization_config", None) is not None
@@ -124,13 +131,9 @@ def wrong_type(checkpoint: Checkpoint, name: str, found: object) -> UnsupportedM
     )
 
 
-def read_bare(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype
-) -> tuple[BareEncoder, Sequence[str], Sequence[str]]:
+def read_bare(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[BareEncoder, WeightReport]:
     """Return an encoder with the weights of a checkpoint in `dtype`, mapped from their files if possible.
 
-    Also returns the names of weights that the configuration describes and the checkpoint has not, and of
-    those that only the checkpoint has.
     config: the checkpoint's configuration in transformers; see `is_bare`. Raises an error of safetensors if
     the weights cannot be read, UnsupportedModel if they have other shapes than the configuration says, are no
     floating-point numbers or have two names, and ValueError if the configuration describes no model.
@@ -148,7 +151,7 @@ def read_bare(
             raise wrong_type(checkpoint, name, found.dtype)
         weights[name] = found.to(dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    return model, missing, unexpected
+    return model, WeightReport(missing, unexpected)
 
 
 def _activation(config: Any) -> Any:

@@ -10,7 +10,7 @@ has buckets, far distances share a row, and the buckets grow with the distance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,10 +59,16 @@ def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
     )
 
 
-def relative_positions(encoder: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the embeddings of the distances in texts of up to `positions` tokens, [rows, hidden].
+class RelativePositions(NamedTuple):
+    """A model's embeddings of the distances between tokens."""
 
-    Also returns the row of each distance from 1 - positions to positions - 1, int64 [2 positions - 1]: δ.
+    embeddings: torch.Tensor  # [rows, hidden]
+    rows: torch.Tensor  # int64 [2 positions - 1]: δ of each distance from 1 - positions to positions - 1
+
+
+def relative_positions(encoder: Any, positions: int) -> RelativePositions | None:
+    """Return the embeddings of the distances in texts of up to `positions` tokens.
+
     Returns None if the model has no relative positions.
     """
     if not encoder.relative_attention:
@@ -72,7 +78,7 @@ def relative_positions(encoder: Any, positions: int) -> tuple[torch.Tensor, torc
     if encoder.position_buckets > 0:
         distances = _log_buckets(distances, encoder.position_buckets, encoder.max_relative_positions)
     rows = (distances + len(embeddings) // 2).clamp(0, len(embeddings) - 1)
-    return embeddings, rows.to(embeddings.device)
+    return RelativePositions(embeddings, rows.to(embeddings.device))
 
 
 def _log_buckets(distances: torch.Tensor, buckets: int, positions: int) -> torch.Tensor:
@@ -88,24 +94,21 @@ def _log_buckets(distances: torch.Tensor, buckets: int, positions: int) -> torch
     return torch.where(distances.abs() <= middle, distances, far.long())
 
 
-def _score_terms(
-    module: Any, heads: LayerHeads, relative: tuple[torch.Tensor, torch.Tensor] | None
-) -> ScoreTerms:
+def _score_terms(module: Any, heads: LayerHeads, relative: RelativePositions | None) -> ScoreTerms:
     """Return the terms of one layer that the checkpoint has."""
     kinds = module.pos_att_type
     if relative is None:
         return ScoreTerms()
-    embeddings, distance_rows = relative
 
     def term(kind: str, shared: nn.Module, unshared: str, rows: torch.Tensor) -> DistanceTerm | None:
         if kind not in kinds:
             return None
         linear = shared if module.share_att_key else getattr(module, unshared)
-        by_head = linear(embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
+        by_head = linear(relative.embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
         return DistanceTerm(by_head[list(heads.order)], rows)
 
     # The rows belong to p - q. A term of queries counts q - p, so the order is reversed.
     return ScoreTerms(
-        query_term=term("c2p", module.key_proj, "pos_key_proj", distance_rows.flip(0)),
-        key_term=term("p2c", module.query_proj, "pos_query_proj", distance_rows),
+        query_term=term("c2p", module.key_proj, "pos_key_proj", relative.rows.flip(0)),
+        key_term=term("p2c", module.query_proj, "pos_query_proj", relative.rows),
     )

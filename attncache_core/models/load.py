@@ -25,7 +25,7 @@ from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.bare import is_bare, read_bare, wrong_shape, wrong_type
+from attncache_core.models.bare import WeightReport, is_bare, read_bare, wrong_shape, wrong_type
 from attncache_core.models.experts import require_routing
 from attncache_core.models.families import ENCODERS, FAMILIES, is_causal
 from attncache_core.models.layer import Dropped
@@ -252,7 +252,7 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
         )
     with loading(f"the weights of model {checkpoint.name}"):
         read = read_bare if is_bare(config) else _read_by_transformers
-        model, missing, unexpected = read(checkpoint, config, dtype)
+        model, (missing, unexpected) = read(checkpoint, config, dtype)
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
@@ -295,10 +295,8 @@ def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     return model
 
 
-def _read_by_transformers(
-    checkpoint: Checkpoint, _: Any, dtype: torch.dtype
-) -> tuple[Any, Sequence[str], Sequence[str]]:
-    """Return the module of transformers for a checkpoint, and how its weights differ, as `read_bare`."""
+def _read_by_transformers(checkpoint: Checkpoint, _: Any, dtype: torch.dtype) -> tuple[Any, WeightReport]:
+    """Return the module of transformers for a checkpoint, and how its weights differ from the module's."""
     loader: Any = _LOADERS[checkpoint.task]
     # The layers attend by other code, so what config.json asks for need not be installed.
     asked = {"attn_implementation", "_attn_implementation"} & checkpoint.config.keys()
@@ -319,7 +317,7 @@ def _read_by_transformers(
     # transformers initialises missing weights at random. Only the pooler of an embedding model may be
     # missing.
     missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
-    return model, missing, report["unexpected_keys"]
+    return model, WeightReport(missing, report["unexpected_keys"])
 
 
 def _require_floating_point(checkpoint: Checkpoint, unused: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 
 import transformers
 from tokenizers import Tokenizer, normalizers
@@ -30,13 +31,19 @@ _SAMPLES = {
 _AS_THE_FILE_SAYS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def read_fast_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, frozenset[int], int, float, bool]:
-    """Return the tokenizer of a checkpoint, which neither pads nor truncates, and what its files say.
+@dataclass(frozen=True, slots=True)
+class FastTokenizer:
+    """A tokenizer that neither pads nor truncates, and what its files say beside it."""
 
-    The files say the ids of special tokens; the highest id that a text can have, plus one; the most tokens of
-    a text, for which transformers reports 10^30 if there is no limit; and whether the model gets the types of
-    tokens. Raises UnsupportedModel, which says why the tokenizer cannot be used.
-    """
+    tokenizer: Tokenizer
+    special: frozenset[int]  # ids of special tokens
+    vocabulary: int  # the highest id that a text can have, plus one
+    max_tokens: float  # transformers reports 10^30 for a tokenizer without a limit
+    has_types: bool  # whether the model gets the types of tokens
+
+
+def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
+    """Return the tokenizer of a checkpoint. Raises UnsupportedModel, which says why it cannot be used."""
     if not checkpoint.vocabularies:
         # transformers would create a tokenizer with an empty vocabulary.
         raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
@@ -81,7 +88,7 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, frozenset[in
     _set_up(tokenizer, lowercase=checkpoint.lowercase)
     _warn_if_unlike_its_file(tokenizer, checkpoint)
     has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
-    return tokenizer, special, max(known) + 1, loaded.model_max_length, has_types
+    return FastTokenizer(tokenizer, special, max(known) + 1, loaded.model_max_length, has_types)
 
 
 def _warn_if_unlike_its_file(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:

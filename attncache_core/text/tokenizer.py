@@ -53,12 +53,12 @@ class TextTokenizer:
         Raises UnsupportedModel if the model folder has no tokenizer that can be used, and InvalidInput if the
         checkpoint's template leaves no room for a text.
         """
-        # The vocabulary is the number of token ids: the highest id that a text can have, plus one.
-        self._tokenizer, self._special, self.vocabulary, longest, self._has_types = read_fast_tokenizer(
-            checkpoint
-        )
-        limits = checkpoint.max_tokens or longest, checkpoint.position_limit, max_tokens
+        read = read_fast_tokenizer(checkpoint)
+        self._tokenizer, self._special, self._has_types = read.tokenizer, read.special, read.has_types
+        limits = checkpoint.max_tokens or read.max_tokens, checkpoint.position_limit, max_tokens
         self.max_tokens = int(min([_NO_LIMIT, *filter(None, limits)]))
+        # The number of token ids: the highest id that a text can have, plus one.
+        self.vocabulary = read.vocabulary
         # The number of them that the model accepts: the tokenizer of EmbeddingGemma has one more.
         rows = checkpoint.config.get("vocab_size")
         self.known_ids = min(self.vocabulary, rows) if isinstance(rows, int) else self.vocabulary

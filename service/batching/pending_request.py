@@ -175,7 +175,7 @@ class PendingRequest:
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
     may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
-    # Separates the names of its results from those of others; None: results are computed for it alone.
+    # Separates the names of its results from other clients' names; None: no result is shared.
     names_salt: bytes | None = None
     timing: Timing = field(default_factory=Timing)
     # Gets `parts` once the request is answered; None: they are not kept.

@@ -33,7 +33,6 @@ from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.limits import NoRoomBesideQuery
 from attncache_core.text.prompts import Prompt
 from service.batching import sources
-from service.batching.sources import bare_prompt
 from service.errors import rename
 from service.routes.classify import best_first, by_tokens
 from service.routes.common import answer, check_count, computed, named
@@ -221,10 +220,10 @@ def _of_documents(found: Relevance, documents: list[str], body: RerankRequest, c
 
 
 async def _relevance(call: Call, body: RerankRequest, field: str, documents: list[str]) -> Relevance:
-    """Score the documents of a request, which are in this field.
+    """Score the documents of a request. field: the field of the body that holds them.
 
-    Embeddings have cosines, whatever `raw_scores` says. Raises InvalidInput if the model is neither one of
-    pairs nor one of embeddings, and as Batcher.submit.
+    Embeddings are scored by cosines, whatever `raw_scores` says. Raises InvalidInput if the model is neither
+    one of pairs nor one of embeddings, and as Batcher.submit.
     """
     if call.engine.decisions.scores_pairs:
         return await _by_pairs(call, body, field, documents)
@@ -328,4 +327,4 @@ def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:
     known = engine.checkpoint.prompts
     if named := next((name for name in names if name in known), None):
         return engine.tokenizer.named_prompt(named)
-    return bare_prompt(engine) if engine.checkpoint.default_prompt else None
+    return sources.bare_prompt(engine) if engine.checkpoint.default_prompt else None

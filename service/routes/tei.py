@@ -3,7 +3,7 @@
 POST /embed_all     an embedding of every token, without pooling
 POST /similarity    cosines of embeddings
 POST /predict       texts, or pairs of texts, to the server's labels with scores
-POST /              whatever the body and the model are for, as clients of the Hugging Face Hub expect too:
+POST /              one of the routes below, as the body and the model say, also for clients of the Hub
 
 {"inputs": {"source_sentence": ...}}                      /similarity
 {"query": ...}                                            /rerank

@@ -223,9 +223,9 @@ class KeyValueStore:
     def expect(self, sequences: Sequence[PrefixKey]) -> None:
         """Take note of the sequences that wait for a batch, soonest first.
 
-        Their blocks leave last, and saved blocks of the first sequences are fetched into memory, as far as
-        memory has room (CachedAttention, section 3.3): of the soonest sequences, as many are looked at as fit
-        into memory, or into memory and disk, if all have the average size.
+        Blocks of the sequences that fit into memory and disk leave last. Saved blocks of the sequences that
+        fit into memory are fetched. How many fit is computed from the average size of the sequences
+        (CachedAttention, section 3.3).
         """
         blocks = max(1, sum(len(sequence.names) for sequence in sequences) // max(1, len(sequences)))
         size = blocks * self.layout.block_bytes
