@@ -170,8 +170,9 @@ def cluster(start, tmp_path_factory):
     write_sentence_transformer(folder / "model")
     port = free_port(HOSTS[0])
     with (
-        # A store that is killed has what it had after its next start, so no session becomes unknown.
-        running_valkey(folder, "--appendonly", "yes") as store,
+        # A store that is killed has all that it had after its next start, because it hands each change to the
+        # system before it answers. By default, it answers first while the disk is slow to sync.
+        running_valkey(folder, "--appendonly", "yes", "--appendfsync", "no") as store,
         NameServer() as names,
         entrances(["on", "off"], names, port, folder / "doors", per_try_timeout=2) as doors,
     ):
