@@ -57,11 +57,7 @@ def _check_shared(settings: Settings) -> None:
             "--shared needs another package; install it with: pip install 'attncache[cluster]'",
             field="shared",
         ) from error
-    check_store(
-        address,
-        has_blocks=settings.shared_for("kv") is not None,
-        has_histories=settings.shared_for("sessions") is not None,
-    )
+    check_store(address, has_blocks=settings.shared_for("kv") is not None)
 
 
 def _summarised(loaded: Iterator[Loaded], settings: Settings, urls: Sequence[str]) -> Iterator[Loaded]:

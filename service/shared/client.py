@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import socket
 import ssl
 import threading
@@ -42,6 +43,9 @@ _START_SECONDS = 5.0
 _READ_BYTES = 2**20
 _MAX_CONNECTIONS = 64  # of threads
 _MAX_AT_ONCE = 64  # questions of an event loop: enough also if each takes 20 ms
+# In the name of a value, stands for the run of the server, from its start to its end: values that another run
+# has got are not found. A server that starts again can have older values, and so can a replica.
+RUN = "{run}"
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
     (exceptions.AuthenticationError, "the user or the password is not accepted"),
@@ -123,7 +127,7 @@ class Client:
 
     def __init__(self, address: SharedAddress, circuit: Circuit, patience_seconds: float) -> None:
         self._circuit, self._patience = circuit, patience_seconds
-        kind = valkey.asyncio.SSLConnection if address.is_encrypted else valkey.asyncio.Connection
+        kind = _EncryptedRunConnection if address.is_encrypted else _RunConnection
         self._pool = valkey.asyncio.ConnectionPool(connection_class=kind, **_options(address))
         self._server = valkey.asyncio.Valkey(connection_pool=self._pool)
         # The time of a question begins with its turn, because a burst of questions is no fault of the store.
@@ -165,6 +169,30 @@ class Client:
     async def close(self) -> None:
         """End all connections."""
         await self._pool.aclose()
+
+
+class _RunConnection(valkey.asyncio.Connection):
+    """A connection that knows which run of the server it leads to, and puts the run into names for RUN."""
+
+    _run = RUN
+
+    async def on_connect(self) -> None:
+        """Log in, and ask for the run. Called again behind each loss of the connection."""
+        self._run = RUN  # a password is sent as it is
+        await super().on_connect()
+        await self.send_command("INFO", "server")
+        found = re.search(rb"run_id:(\w+)", await self.read_response())
+        self._run = found[1].decode() if found else ""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        """Return the bytes of a command."""
+        return super().pack_command(
+            *(arg.replace(RUN, self._run) if isinstance(arg, str) else arg for arg in args)
+        )
+
+
+class _EncryptedRunConnection(_RunConnection, valkey.asyncio.SSLConnection):
+    """The same with TLS."""
 
 
 class BlockingClient:
@@ -308,12 +336,12 @@ def _close_late(made: Future[socket.socket]) -> None:
         made.result().close()
 
 
-def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool) -> None:
+def check_store(address: SharedAddress, *, has_blocks: bool) -> None:
     """Warn if the shared store cannot be used at the start, or is not set up for what it will have.
 
-    has_blocks: of keys and values, which need bounded memory. has_histories: of sessions, which must not be
-    read as they were before. Raises InvalidSettings if it refuses the user or the password, if it has no
-    database of the number in the address, or if its certificate is not accepted.
+    has_blocks: of keys and values, which need bounded memory. Raises InvalidSettings if it refuses the user
+    or the password, if it has no database of the number in the address, or if its certificate is not
+    accepted.
     """
     kind = valkey.SSLConnection if address.is_encrypted else valkey.Connection
     limits: dict[str, Any] = {"socket_timeout": _START_SECONDS, "socket_connect_timeout": _START_SECONDS}
@@ -321,7 +349,6 @@ def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool
     server = valkey.Valkey(connection_pool=pool)
     try:
         memory: Any = server.info("memory")
-        may_go_back = has_histories and _may_go_back(server)
     except _FAILURES as error:
         is_refused = isinstance(error, exceptions.AuthenticationError) or _lacks_database(error)
         if is_refused or _has_bad_certificate(error):
@@ -333,13 +360,6 @@ def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool
     finally:
         pool.disconnect()
     policy = str(memory.get("maxmemory_policy", ""))
-    if may_go_back:
-        logger.warning(
-            "the shared store %s saves its data now and then, so after a crash it has older histories of "
-            "sessions, and an append is answered about one of them; start the store with --save '', or with "
-            "--appendonly yes --appendfsync always",
-            address,
-        )
     if has_blocks and (not memory.get("maxmemory") or policy != "allkeys-lru"):
         logger.warning(
             "the shared store %s has maxmemory %s and maxmemory-policy %s, so it grows until it fails or "
@@ -348,19 +368,6 @@ def check_store(address: SharedAddress, *, has_blocks: bool, has_histories: bool
             memory.get("maxmemory", "unknown"),
             policy or "unknown",
         )
-
-
-def _may_go_back(server: valkey.Valkey) -> bool:
-    """Return whether a store has older values after a crash; False if it does not tell."""
-    try:
-        # One by one, because servers before version 7 take one name.
-        answers: list[Any] = [server.config_get(name) for name in ("save", "appendonly", "appendfsync")]
-    except exceptions.ResponseError:
-        return False
-    saving: dict[str, str] = {name: value for answer in answers for name, value in answer.items()}
-    if saving.get("appendonly") == "yes":
-        return saving.get("appendfsync", "always") != "always"
-    return bool(saving.get("save"))
 
 
 def _options(address: SharedAddress) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.errors import SharedUnavailable
 from service.settings.cluster import SharedAddress
-from service.shared.client import Circuit, Client, is_of_another_type
+from service.shared.client import RUN, Circuit, Client, is_of_another_type
 
 # The value of a key is compared and changed without another machine in between, in one round trip. What
 # another program has put under the key is no value, and is replaced.
@@ -41,7 +41,9 @@ class SharedStores:
 
     def store(self, use: str) -> SharedStore:
         """Return the store for one use."""
-        return SharedStore(self._client, use, lambda: self._on_failure(use))
+        # An older history would be the beginning of a wrong one, and older quotas do no harm.
+        prefix = f"{use}:{RUN}" if use == "sessions" else use
+        return SharedStore(self._client, prefix, lambda: self._on_failure(use))
 
     async def close(self) -> None:
         """End all connections."""

@@ -38,7 +38,7 @@ from service.settings.cluster import SharedAddress
 from service.shared import blocks, client, findings, store
 from service.store import LocalStore
 
-SECRET = "correct-horse-battery"
+SECRET = "correct-{run}-battery"
 
 
 @pytest.fixture(autouse=True)
@@ -331,12 +331,29 @@ async def converse(servers, number, is_over, seen):
             number, said, turns, is_kept = number + 1000, "", 0, False
 
 
-@pytest.mark.parametrize(("keeps", "expected"), [("no", {200, 404, 503}), ("yes", {200, 503})])
-async def test_conversations_under_load_are_whole_through_outages(tmp_path, keeps, expected, monkeypatch):
+async def test_store_that_starts_again_with_older_histories_knows_none_of_them(tmp_path):
+    with running_valkey(tmp_path) as valkey:
+        async with machines(valkey.url, FakeEngine(), FakeEngine()) as (first, second):
+            await turn(first, transcript="a")
+            assert valkey.ask("SAVE")
+            assert_is_about(await turn(second, append="b"), "ab")
+            valkey.kill()
+            valkey.start()
+            assert valkey.ask("DBSIZE") == 1
+            for server in (first, second):
+                while (answer := await turn(server, append="c")).status_code == 503:
+                    await asyncio.sleep(0.01)
+                assert answer.status_code == 404
+            assert samples((await first.get("/metrics")).text)["attncache_sessions",] == 0
+            assert_is_about(await turn(second, transcript="abc"), "abc")
+            assert_is_about(await turn(first, append="d"), "abcd")
+
+
+async def test_conversations_under_load_are_whole_through_outages(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
     seen, chance, over = Counter(), random.Random(1), asyncio.Event()
-    with running_valkey(tmp_path, "--appendonly", keeps, "--appendfsync", "always") as valkey:
+    with running_valkey(tmp_path, "--appendonly", "yes") as valkey:
         async with (
             machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
             asyncio.TaskGroup() as group,
@@ -351,7 +368,7 @@ async def test_conversations_under_load_are_whole_through_outages(tmp_path, keep
                 back()
             await until(lambda: seen[200] > 500)
             over.set()
-    assert set(seen) <= expected
+    assert set(seen) <= {200, 404, 503}
 
 
 async def test_full_store_serves_what_it_has_and_transcripts(tmp_path, caplog):
@@ -698,31 +715,15 @@ async def test_wrong_password_is_refused_at_the_start_and_never_shown(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("options", "others", "warning", "is_told"),
-    [
-        (("--save", ""), "kv,quotas", "older histories", False),
-        (("--save", "3600", "1"), "kv,quotas", "older histories", True),
-        (("--appendonly", "yes"), "kv,quotas", "older histories", True),
-        (("--appendonly", "yes", "--appendfsync", "always"), "kv,quotas", "older histories", False),
-        (("--maxmemory", "0", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", True),
-        (("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru"), "sessions", "set a maxmemory", True),
-        (("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"), "sessions", "set a maxmemory", False),
-    ],
+    ("maxmemory", "policy", "is_told"),
+    [("0", "allkeys-lru", True), ("1gb", "volatile-lru", True), ("1gb", "allkeys-lru", False)],
 )
-async def test_start_warns_of_a_store_that_may_have_older_histories_after_a_crash_or_refuse_blocks(
-    tmp_path, caplog, options, others, warning, is_told
-):
-    with running_valkey(tmp_path, *options) as valkey:
-        _check_shared(Settings(shared=valkey.url, shared_uses=others))
-        assert warning not in caplog.text
+async def test_start_warns_of_a_store_that_may_refuse_blocks(tmp_path, caplog, maxmemory, policy, is_told):
+    with running_valkey(tmp_path, "--maxmemory", maxmemory, "--maxmemory-policy", policy) as valkey:
+        _check_shared(Settings(shared=valkey.url, shared_uses="sessions,quotas"))
+        assert caplog.text == ""
         _check_shared(Settings(shared=valkey.url))
-    assert (warning in caplog.text) == is_told
-
-
-@pytest.mark.parametrize("answer", [{}, {"save": "", "appendonly": "yes"}])
-def test_store_that_does_not_tell_how_it_saves_is_used_all_the_same(answer):
-    server = SimpleNamespace(config_get=lambda name: {name: answer[name]} if name in answer else {})
-    assert not client._may_go_back(server)
+    assert ("set a maxmemory" in caplog.text) == is_told
 
 
 async def test_user_with_the_commands_of_the_documentation_may_do_everything(
