@@ -170,7 +170,7 @@ def cluster(start, tmp_path_factory):
     write_sentence_transformer(folder / "model")
     port = free_port(HOSTS[0])
     with (
-        # A store that is killed has older histories after its next start, and no append is answered about one.
+        # A store that is killed has older histories after its next start. No append is answered about them.
         running_valkey(folder, "--appendonly", "yes") as store,
         NameServer() as names,
         entrances(["on", "off"], names, port, folder / "doors", per_try_timeout=2) as doors,
