@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -379,6 +380,33 @@ async def test_explanation_that_is_overdue_when_its_turn_comes_is_not_computed(m
             await asyncio.sleep(0.05)
         refused = await pending
     assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"inputs": "text"}), ("/decode", {"ids": [97]})])
+async def test_texts_are_translated_one_after_the_other_and_other_work_has_threads(monkeypatch, path, body):
+    engine, ends, running, most = FakeEngine(), threading.Event(), 0, 0
+
+    def translate(*_, **__):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        ends.wait(30)
+        running -= 1
+        return []
+
+    monkeypatch.setattr(engine.tokenizer, "pieces", translate, raising=False)
+    monkeypatch.setattr(engine.tokenizer, "decode", translate, raising=False)
+    async with serving(engine) as client:
+        many = [asyncio.create_task(client.post(path, json=body)) for _ in range(100)]
+        late = {"X-AttnCache-Timeout": "0.01"}
+        many.append(asyncio.create_task(client.post(path, json=body, headers=late)))
+        await until(lambda: running)
+        metrics = await asyncio.wait_for(client.get("/metrics"), 30)
+        ends.set()
+        statuses = [(await each).status_code for each in many]
+    assert metrics.status_code == 200
+    assert statuses == [200] * 100 + [504]
+    assert most == 1
 
 
 async def test_servers_deadline_holds_without_a_header_and_a_header_cannot_extend_it():
