@@ -46,6 +46,8 @@ from service.web.call import Answer, Call, CurrentCall
 
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MAX_ANSWER_CHARACTERS = 2**24
+# Of an answer, for each label of an input, beside the label: no score is written shorter.
+_SCORE_BYTES = len('{"label":"","score":0.0},')
 
 
 class Classified(NamedTuple):
@@ -77,7 +79,7 @@ async def scored(call: Call, body: ClassifyRequest, *, alone: bool = False) -> A
         else:
             found = await _by_output(call, body, source)
         rows = map(partial(_best_first, found.labels), found.logits, found.scores())
-        return answer(next(rows) if alone else await json_list(rows), found.result, call, source)
+        return answer(next(rows) if alone else await json_list(rows, call), found.result, call, source)
 
     if _is_zero_shot(call.engine, body):
         _refuse_fields(body)
@@ -105,6 +107,7 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
         _check_labels(call, labels, source.count)
         embeddings = await _label_embeddings(call, labels, call.truncates(body.truncate), salt)
         result = await computed(call, source, reads=None, salt=salt)
+        _count_scores(call, labels, len(result))
         similarities = cosine_matrix(normalize(result.outputs), embeddings)
         temperature = body.temperature or SIMILARITY_TEMPERATURE
         return Classified(labels, similarities, result, temperature=temperature)
@@ -113,9 +116,10 @@ async def _by_output(call: Call, body: ClassifyRequest, source: Source) -> Class
     is_whole = body.labels is None or len(columns) == len(known)
     reads = Measure.AGREEMENT if is_whole else None
     result = await computed(call, source, reads=reads, salt=salt)
+    labels = [known[column] for column in columns]
+    _count_scores(call, labels, len(result))
     logits = decisions.class_logits(result.outputs)[:, columns]
     temperature = (body.temperature or decisions.temperature) / decisions.temperature
-    labels = [known[column] for column in columns]
     return Classified(labels, logits, result, decisions.multi_label, temperature)
 
 
@@ -269,6 +273,11 @@ def _check_labels(call: Call, labels: list[str], inputs: int) -> None:
             f"labels; at most {_MAX_ANSWER_CHARACTERS} are allowed; give fewer inputs or shorter labels",
             field="labels",
         )
+
+
+def _count_scores(call: Call, labels: Sequence[str], inputs: int) -> None:
+    """Count the answer before its scores are computed, which others wait for. Raises QueueFull."""
+    call.count_answer(inputs * sum(_SCORE_BYTES + len(label) for label in labels))
 
 
 async def _label_embeddings(call: Call, labels: list[str], truncate: bool, salt: bytes) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -124,15 +124,42 @@ def text_index(error: InvalidInput | NotFinite) -> int | None:
     return int(found[1]) if found else None
 
 
-async def json_list(rows: Iterable[Any]) -> orjson.Fragment:
-    """Return rows, made one after the other, as a JSON list. Other requests are served between its parts."""
+async def json_list(rows: Iterable[Any], call: Call | None = None) -> orjson.Fragment:
+    """Return rows, made one after the other, as a JSON list. Other requests are served between its parts.
+
+    call: whose answer is the list, so that its parts take turns with those of other answers. Raises as
+    Call.turn_to_write.
+    """
+    return orjson.Fragment(await _written(rows, call))
+
+
+async def json_lists(lists: Iterable[Iterable[Any]], call: Call) -> orjson.Fragment:
+    """Return lists of rows as a JSON list of lists, as `json_list`."""
+    written: list[bytes] = []
+    made = 0
+    for rows in lists:
+        written.append(await _written(rows, call, made))
+        made += len(written[-1])
+        call.count_answer(made)
+        await asyncio.sleep(0)  # other requests are served
+    return orjson.Fragment(b"[" + b",".join(written) + b"]")
+
+
+async def _written(rows: Iterable[Any], call: Call | None, made: int = 0) -> bytes:
+    """Return rows as a JSON list. made: bytes of the answer before the list."""
     remaining = iter(rows)
-    parts: list[bytes] = []
-    while part := list(islice(remaining, _PART_ROWS)):
-        if parts:
-            await asyncio.sleep(0)
-        parts.append(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1])
-    return orjson.Fragment(b"[" + b",".join(parts) + b"]")
+    parts = [_part(islice(remaining, _PART_ROWS))]
+    for row in remaining:
+        made += len(parts[-1])
+        await asyncio.sleep(0)
+        async with nullcontext() if call is None else call.turn_to_write(made):
+            parts.append(_part((row, *islice(remaining, _PART_ROWS - 1))))
+    return b"[" + b",".join(parts) + b"]"
+
+
+def _part(rows: Iterable[Any]) -> bytes:
+    """Return rows as a part of a JSON list."""
+    return orjson.dumps(list(rows), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def answer(content: Any, result: PrefillResult, call: Call, source: Source | None = None) -> Answer:

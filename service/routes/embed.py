@@ -28,7 +28,7 @@ async def embed(call: CurrentCall) -> Answer:
             salt=call.salt(body.cache_salt),
         )
         embeddings = engine.embeddings(result.outputs, normalize=body.normalize, dimensions=body.dimensions)
-        return answer(await json_list(np.ascontiguousarray(embeddings)), result, call, source)
+        return answer(await json_list(np.ascontiguousarray(embeddings), call), result, call, source)
 
     return await answered(call, body, compute)
 

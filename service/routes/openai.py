@@ -265,7 +265,7 @@ async def create_embeddings(call: CurrentCall) -> Answer:
     embeddings = engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
     content = {
         "object": "list",
-        "data": await json_list(_encoded(embeddings, as_base64=body.encoding_format == "base64")),
+        "data": await json_list(_encoded(embeddings, as_base64=body.encoding_format == "base64"), call),
         "model": served_name(settings),
         "usage": usage_of(result, settings),
     }
@@ -323,7 +323,7 @@ async def create_classifications(call: CurrentCall) -> Answer:
         "object": "list",
         "created": int(time.time()),
         "model": served_name(settings),
-        "data": await json_list(data),
+        "data": await json_list(data, call),
         "usage": usage_of(found.result, settings),
     }
     return answer(content, found.result, call)

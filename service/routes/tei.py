@@ -13,7 +13,6 @@ POST /              one of the routes below, as the body and the model say, also
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from attncache_core.heads.vectors import cosine_matrix
 from service.batching import sources
 from service.errors import rename
 from service.routes.classify import Classified, best_first, classified, scored
-from service.routes.common import answer, check_count, computed, json_list, named
+from service.routes.common import answer, check_count, computed, json_list, json_lists, named
 from service.routes.embed import embed, embedding_engine
 from service.routes.inference_route import ERRORS, Api
 from service.routes.rerank import RerankRequest, rerank
@@ -121,11 +120,7 @@ async def embed_all(call: CurrentCall) -> Answer:
         prompt, sequence_plans=tuple(replace(plan, states=True) for plan in prompt.sequence_plans)
     )
     result = await computed(call, source, prompt=reading, salt=call.salt())
-    texts = []
-    for states in result.token_states or ():
-        texts.append(await json_list(states))
-        await asyncio.sleep(0)  # other requests are served
-    return answer(texts, result, call)
+    return answer(await json_lists(result.token_states or (), call), result, call)
 
 
 async def similarity(call: CurrentCall) -> Answer:
@@ -248,7 +243,7 @@ async def predict(call: CurrentCall) -> Answer:
         for logits, scores in rows_of_scores
     )
     is_list = body.inputs.is_list or body.parameters is not None
-    return answer(await json_list(rows) if is_list else next(rows), found.result, call)
+    return answer(await json_list(rows, call) if is_list else next(rows), found.result, call)
 
 
 def _scores(found: Classified, body: PredictRequest) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field
@@ -12,11 +13,12 @@ from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
 from service.routes.common import check_count
 from service.schemas import Body, Inputs, PromptName, TokenIdLists, TokenIds, as_lists_of_ids
-from service.web.call import Answer, CurrentCall
+from service.web.call import Answer, Call, CurrentCall
 
 # Of one request. The response has some 60 bytes per token.
 _MAX_CHARACTERS = 2**18
 _MAX_TOKENS = 2**18
+_Translated = TypeVar("_Translated")
 
 
 class TokenizeRequest(Body):
@@ -65,13 +67,14 @@ async def tokenize(call: CurrentCall) -> Answer:
             field="inputs",
         )
     texts = list(map(prompt.template.around, body.inputs))
-    content = await asyncio.to_thread(
+    content = await _translated(
+        call,
         lambda: orjson.dumps(
             [
                 list(map(_token, pieces))
                 for pieces in engine.tokenizer.pieces(texts, special=body.add_special_tokens)
             ]
-        )
+        ),
     )
     return Answer(content)
 
@@ -93,8 +96,20 @@ async def decode(call: CurrentCall) -> Answer:
                 f"{engine.tokenizer.vocabulary - 1}",
                 field=f"ids[{index}]",
             )
-    texts = await asyncio.to_thread(engine.tokenizer.decode, body.ids, skip_special=body.skip_special_tokens)
+    texts = await _translated(
+        call, lambda: engine.tokenizer.decode(body.ids, skip_special=body.skip_special_tokens)
+    )
     return Answer(orjson.dumps(texts))
+
+
+async def _translated(call: Call, translate: Callable[[], _Translated]) -> _Translated:
+    """Translate in a thread, one request after the other. Raises as Call.require_client.
+
+    Many requests at once would take all threads, for which label scores, metrics and findings wait too.
+    """
+    async with call.state.translating:
+        await call.require_client()
+        return await asyncio.to_thread(translate)
 
 
 def _token(piece: Piece) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Limits(Group):
         256 * 2**20,
         ge=1,
         description="Most bytes of the bodies of all requests that are being answered, and as many of large "
-        "answers that clients have not read yet. Further requests get status 429.",
+        "answers that are being made, or that clients have not read yet. Further requests get status 429.",
     )
     request_seconds: float = Field(
         60.0,

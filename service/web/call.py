@@ -10,8 +10,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -202,6 +202,19 @@ class Call:
         counted = min(max(0, size - _PART_BYTES), answers.maximum)
         answers.take(counted - self.answer_bytes)
         self.answer_bytes = counted
+
+    @asynccontextmanager
+    async def turn_to_write(self, made: int) -> AsyncIterator[None]:
+        """Wait for the turn to make a further part of the answer, of which so many bytes are made.
+
+        However many large answers are made at once, other requests are served after each part. Raises
+        QueueFull, as `count_answer`, and as `require_client`.
+        """
+        # More may be counted already, for what is still to be made.
+        self.count_answer(max(made, self.answer_bytes + _PART_BYTES))
+        async with self.state.writing:
+            await self.require_client()
+            yield
 
     async def pause(self, seconds: float) -> None:
         """Wait for a short time. Raises ClientGone and DeadlineExceeded."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from queueing import CountingEngine, batching, held, submit, until_waiting
 from running import until
 
+from attncache_core.heads.vectors import cosine_matrix
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
 from service.batching.sources import Texts
 from service.errors import QueueFull
 from service.observability.finished import Timing
+from service.routes import common
 
 
 async def test_text_of_another_client_that_arrives_later_is_in_the_next_batch():
@@ -279,6 +282,80 @@ async def test_bytes_in_flight_are_limited_and_a_body_counts_as_its_texts_take_m
         assert client._transport.app.state.service.bodies.taken == 0
 
 
+async def test_large_answers_are_bounded_while_they_are_made_and_delay_others_by_a_part(monkeypatch):
+    """Requests whose results are kept wait for nothing, so any number of answers may be made at once."""
+    texts, made = ["x"] * 2048, [[0]]  # bytes of the parts that are made in each round of the event loop
+    limits = {"max_request_inputs": 2048, "max_inflight_bytes": 2**20, "result_memory_bytes": 2**26}
+
+    def dumps(content, option=None):
+        written = orjson.dumps(content, option=option)
+        if isinstance(content, list):
+            made[-1].append(len(written))
+        return written
+
+    async def rounds():
+        while True:
+            made.append([])
+            await asyncio.sleep(0)
+
+    async with serving(FakeEngine(), **limits) as client:
+        for _ in range(3):
+            size = len((await client.post("/embed", json={"inputs": texts})).content)
+        monkeypatch.setattr(common, "orjson", SimpleNamespace(**{**vars(orjson), "dumps": dumps}))
+        counting = asyncio.create_task(rounds())
+        answers = await asyncio.gather(*(client.post("/embed", json={"inputs": texts}) for _ in range(8)))
+        counting.cancel()
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert client._transport.app.state.service.answers.taken == 0
+    assert sum(map(sum, made)) < 5 * size
+    # The first parts of answers wait for nothing.
+    assert sum(len(parts) > 1 for parts in made) <= 8
+
+
+async def test_scores_are_not_computed_for_an_answer_that_is_refused(monkeypatch):
+    body = {"inputs": ["x"] * 512, "labels": [f"{number}" for number in range(512)]}
+    scored = 0
+
+    def cosines(*embeddings):
+        nonlocal scored
+        scored += 1
+        return cosine_matrix(*embeddings)
+
+    monkeypatch.setattr("service.routes.classify.cosine_matrix", cosines)
+    limits = {"max_inflight_bytes": 2**24, "result_memory_bytes": 2**26}
+    async with serving(FakeEngine(), **limits) as client:
+        for _ in range(3):
+            size = len((await client.post("/classify", json=body)).content)
+        assert 2**23 < size < 2**24
+        scored = 0
+        answers = await asyncio.gather(*(client.post("/classify", json=body) for _ in range(8)))
+        assert client._transport.app.state.service.answers.taken == 0
+    statuses = [answer.status_code for answer in answers]
+    assert scored <= 2  # a count before the scores does not know how long they are
+    assert set(statuses) == {200, 429}
+
+
+async def test_answer_that_is_overdue_is_not_made_to_its_end(monkeypatch):
+    body, made = {"inputs": ["x"] * 2048}, 0
+
+    def dumps(content, option=None):
+        nonlocal made
+        made += isinstance(content, list)
+        return orjson.dumps(content, option=option)
+
+    async with serving(FakeEngine(), max_request_inputs=2048, result_memory_bytes=2**26) as client:
+        for _ in range(3):
+            await client.post("/embed", json=body)
+        monkeypatch.setattr(common, "orjson", SimpleNamespace(**{**vars(orjson), "dumps": dumps}))
+        async with client._transport.app.state.service.writing:
+            headers = {"X-AttnCache-Timeout": "2"}
+            late = asyncio.create_task(client.post("/embed", json=body, headers=headers))
+            await until(lambda: made)
+            await asyncio.sleep(2)
+        assert (await late).status_code == 504
+    assert made == 1
+
+
 async def test_overdue_request_is_dropped_and_the_next_one_served():
     engine = FakeEngine()
     async with serving(engine) as client:
@@ -303,6 +380,33 @@ async def test_explanation_that_is_overdue_when_its_turn_comes_is_not_computed(m
             await asyncio.sleep(0.05)
         refused = await pending
     assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"inputs": "text"}), ("/decode", {"ids": [97]})])
+async def test_texts_are_translated_one_after_the_other_and_other_work_has_threads(monkeypatch, path, body):
+    engine, ends, running, most = FakeEngine(), threading.Event(), 0, 0
+
+    def translate(*_, **__):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        ends.wait(30)
+        running -= 1
+        return []
+
+    monkeypatch.setattr(engine.tokenizer, "pieces", translate, raising=False)
+    monkeypatch.setattr(engine.tokenizer, "decode", translate, raising=False)
+    async with serving(engine) as client:
+        many = [asyncio.create_task(client.post(path, json=body)) for _ in range(100)]
+        late = {"X-AttnCache-Timeout": "0.01"}
+        many.append(asyncio.create_task(client.post(path, json=body, headers=late)))
+        await until(lambda: running)
+        metrics = await asyncio.wait_for(client.get("/metrics"), 30)
+        ends.set()
+        statuses = [(await each).status_code for each in many]
+    assert metrics.status_code == 200
+    assert statuses == [200] * 100 + [504]
+    assert most == 1
 
 
 async def test_servers_deadline_holds_without_a_header_and_a_header_cannot_extend_it():
