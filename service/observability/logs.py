@@ -42,6 +42,7 @@ class LogHandler(logging.Handler):
         with contextlib.suppress(OSError, ValueError):
             self._file = nonblocking(self._stream.fileno())
         self._dropped = 0  # lines
+        self._is_torn = False  # whether only the beginning of the last line was written
 
     def close(self) -> None:
         """Close what was opened."""
@@ -66,6 +67,8 @@ class LogHandler(logging.Handler):
                 warning = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
                 lost = logging.makeLogRecord(warning | {"msg": missing, "args": (self._dropped,)})
                 told = f"{self.format(lost)}\n{lines}"
+            if self._is_torn:
+                told = f"\n{told}"
             patience = _ACCESS_SECONDS if _answered(record) else _SECONDS
             left = self._write(f"{told}\n", 0.0 if self._dropped else patience)
             self._dropped = self._dropped + min(left, lines.count("\n") + 1) if left else 0
@@ -79,20 +82,23 @@ class LogHandler(logging.Handler):
             return 0
         content = lines.encode(errors="backslashreplace")
         for part in _parts(content):
-            if not _is_written(self._file, part, seconds):
+            rest = _written(self._file, part, seconds)
+            if len(rest) < len(part):
+                self._is_torn = not part[: len(part) - len(rest)].endswith(b"\n")
+            if rest:
                 return content.count(b"\n")
             content = content[len(part) :]
         return 0
 
 
-def _is_written(file: int, part: bytes, seconds: float) -> bool:
-    """Write a part. Return whether all of it was written; False: nobody reads it, or a disk is full."""
+def _written(file: int, part: bytes, seconds: float) -> bytes:
+    """Write a part. Return the rest that was not written, because nobody reads it, or a disk is full."""
     last = time.monotonic() + seconds
     with contextlib.suppress(OSError):
         while part and select.select([], [file], [], max(0.0, last - time.monotonic()))[1]:
             with contextlib.suppress(BlockingIOError):  # another process was faster
                 part = part[os.write(file, part) :]
-    return not part
+    return part
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:

@@ -417,8 +417,12 @@ def count_for_all_workers(folder: Path, number: int) -> None:
     do not fit on the disk: a write to a page of a file that has no place on the disk ends a process.
     """
     for kind, size in _FILE_BYTES.items():
-        with (folder / f"{kind}_{number}.db").open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        path = folder / f"{kind}_{number}.db"
+        if not path.exists():
+            # Under another name, because /metrics reads every file .db, and cannot read an empty one.
+            with path.with_suffix(".new").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+            path.with_suffix(".new").rename(path)
     os.environ[_MULTIPROCESS_FOLDER] = str(folder)
     # prometheus_client chooses the class when it is imported. How many workers serve is known later.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]

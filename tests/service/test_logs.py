@@ -12,6 +12,7 @@ from datetime import datetime
 import orjson
 import pytest
 from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
+from full_disk import largest_file
 from running import ANSWERED, ONE, bearer, keys_file, until
 
 from service.observability.finished import FinishedRequests
@@ -123,6 +124,20 @@ def test_nobody_waits_for_whoever_does_not_read_the_log(log_format):
     missing, last = after.decode().splitlines()
     assert f"{2000 - kept + 1000} lines are missing: they could not be written" in missing
     assert "y" * 10_000 in last
+
+
+def test_first_line_after_a_full_disk_is_a_line_of_its_own(tmp_path):
+    """The last line before may be torn."""
+    logger, path = logging.getLogger("service.test"), tmp_path / "log"
+    with path.open("w") as written, logging_to_stream("info", "json", written):
+        with largest_file(1000):
+            for number in range(20):
+                logger.info("message %d", number)
+        logger.info("last")
+    *kept, torn, missing, last = path.read_bytes().splitlines()
+    assert not torn.endswith(b"}")
+    told = f"{20 - len(kept)} lines are missing: they could not be written"
+    assert [orjson.loads(line)["message"] for line in (missing, last)] == [told, "last"]
 
 
 def test_slow_reader_gets_every_line_of_the_access_log():

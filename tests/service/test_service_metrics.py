@@ -1,11 +1,13 @@
 import asyncio
 import re
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_engine import CORRUPT, FakeEngine, serving
 from forked import forked
+from full_disk import largest_file
 from prometheus_client.core import CounterMetricFamily
 from running import samples
 
@@ -37,6 +39,17 @@ def test_worker_that_is_started_again_goes_on_counting_in_files_that_have_their_
     files = list(tmp_path.iterdir())
     assert len(files) == 6
     assert all(file.stat().st_blocks * 512 >= file.stat().st_size >= 2**19 for file in files)
+
+
+def test_metrics_are_read_while_the_files_of_another_worker_do_not_fit_on_the_disk(tmp_path):
+    def read(folder):
+        count_for_all_workers(folder, 0)
+        metrics = Metrics()
+        with largest_file(2**18), suppress(OSError):
+            count_for_all_workers(folder, 1)
+        return "attncache_workers" in metrics.render().decode()
+
+    assert forked(read, tmp_path)()
 
 
 def test_counts_of_the_engine_go_on_too_and_what_all_workers_share_counts_once(tmp_path):
