@@ -415,7 +415,7 @@ def test_another_batch_that_notices_the_change_first_does_not_hide_it(
             monkeypatch.undo()
             fault(path_of(folder, 7))
             with ThreadPoolExecutor(1) as other:
-                answer = other.submit(prefill, engine, recorded).result(timeout=30)
+                answer = other.submit(prefill, engine, recorded).result(timeout=240)
             np.testing.assert_allclose(answer.outputs, expected, atol=SIXTEEN_BITS)
             return call(*arguments, **options)
 
