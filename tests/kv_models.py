@@ -133,12 +133,12 @@ def run_behind_another(model, first, second):
 
     def slow(*arguments, **more):
         entered.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(240)
         return compute(*arguments, **more)
 
     with mock.patch.object(continued, computed_by(model), slow), ThreadPoolExecutor(2) as threads:
         one = threads.submit(first)
-        assert entered.wait(10)
+        assert entered.wait(240)
         entered.clear()
         two = threads.submit(second)
         assert not entered.wait(0.1)

@@ -141,7 +141,7 @@ def test_compilation_that_fails_is_noticed_when_the_package_is_used(tmp_path):
         command = [sys.executable, *arguments]
         variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
         return subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=True
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=True
         )
 
     built = python("setup.py", "--quiet", "build_ext", "--inplace")
@@ -212,7 +212,7 @@ def test_copies_that_other_processors_test_hold_all_that_is_imported(tmp_path, m
     )
     command = [sys.executable, "-c", program, str(ROOT / "attncache_core"), "--collect-only", *arm.KERNELS]
     variables = {**os.environ, "PYTHONPATH": str(copy)}
-    found = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=200)
+    found = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr
 
 

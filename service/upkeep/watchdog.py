@@ -2,7 +2,8 @@
 
 up to stuck_seconds   fine
 longer                overdue: /ready has status 503, and the log has the stacks of all threads
-twice as long         stuck: /health has status 503, or the process ends with EXIT_CODE
+twice as long         stuck: the log has the stacks again, and /health has status 503, or the process ends
+                      with EXIT_CODE
 """
 
 from __future__ import annotations
@@ -128,15 +129,16 @@ class Watchdog:
         condition, self._reported, before = self.condition, self.condition, self._reported
         if condition is Condition.FINE or condition is before:
             return
-        if condition is Condition.OVERDUE:
-            logger.error(
-                "a batch or the event loop takes longer than %g seconds; the threads are at\n%s",
-                self.stuck_seconds,
-                _stacks(),
-            )
-        elif self._exit_when_stuck:
+        is_stuck = condition is Condition.STUCK
+        # Also when it is stuck, because something else may have been overdue before.
+        logger.error(
+            "a batch or the event loop takes longer than %g seconds; the threads are at\n%s",
+            self.stuck_seconds * (1 + is_stuck),
+            _stacks(),
+        )
+        if is_stuck and self._exit_when_stuck:
             end_process(EXIT_CODE, "a batch or the event loop is stuck: the process ends")
-        else:
+        elif is_stuck:
             logger.critical("a batch or the event loop is stuck: /health has status 503")
 
     # On the event loop.

@@ -280,7 +280,9 @@ class Supervisor:
     def _note_removed(self) -> None:
         """End all workers if somebody has removed what they share."""
         found = self._places[0].worker.store_files()
-        if self._kill_at is None and not self._store_files.items() <= found.items():
+        # The folder may be gone before the first look at its files.
+        are_there = self._folder.exists() and self._store_files.items() <= found.items()
+        if self._kill_at is None and not are_there:
             self._fail(
                 f"the files that the workers share in {self._folder} were removed; set TMPDIR to a folder "
                 "that nobody cleans",

@@ -155,7 +155,7 @@ def test_texts_are_drawn_by_zipfs_law() -> None:
 def test_each_client_has_one_request_under_way() -> None:
     busy: list[int] = []
     counts = []
-    together = threading.Barrier(4, timeout=30)
+    together = threading.Barrier(4, timeout=240)
 
     def answer_when_four_wait() -> None:
         busy.append(1)

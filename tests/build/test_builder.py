@@ -211,7 +211,7 @@ def test_of_two_builds_at_once_one_builds_and_the_other_waits_for_it(
 
     build(tiny_engine, few_texts, folder, while_the_first_builds)
     made = (folder / "manifest.json").stat()
-    rival.join(timeout=60)
+    rival.join(timeout=240)
     if keep_existing:
         assert outcome == ["returned"]
     else:
@@ -224,7 +224,7 @@ def test_of_two_builds_at_once_one_builds_and_the_other_waits_for_it(
 def wait_for_a_waiter_on(path: Path) -> None:
     """Wait until the kernel lists a process or thread that waits for the lock on `path`."""
     inode = f":{path.stat().st_ino} "
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()):
         assert time.monotonic() < deadline, "nobody waits for the lock"
         time.sleep(0.005)

@@ -131,7 +131,7 @@ def test_database_that_another_process_rebuilt_is_not_set_aside(
         time.sleep(0.3)  # without the lock, the other thread would rename the folder now
         folder.rename(aside)
         shutil.copytree(tiny_database, folder)
-    late.join(timeout=60)
+    late.join(timeout=240)
     assert found == [None]
     assert open_default_database(tiny_checkpoint, cache).verify() == []
     assert aside.is_dir()

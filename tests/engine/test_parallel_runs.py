@@ -39,7 +39,7 @@ def run_at_once(engine, batches, seed):
 
     def run(number):
         order = np.random.default_rng([seed, number]).permutation(len(batches)).tolist()
-        begin.wait(timeout=30)
+        begin.wait(timeout=240)
         found = {index: prefill(engine, batches[index]) for index in order}
         return [found[index] for index in range(len(batches))]
 
@@ -127,7 +127,7 @@ def test_strategy_is_called_by_one_thread_at_a_time_and_layers_run_side_by_side(
     reused_by = forward.reused_by
 
     def together(*arguments):
-        meeting.wait(timeout=30)  # every thread has a batch between its plan and its commit
+        meeting.wait(timeout=240)  # every thread has a batch between its plan and its commit
         return reused_by(*arguments)
 
     monkeypatch.setattr(forward, "reused_by", together)

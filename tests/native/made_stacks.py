@@ -217,7 +217,7 @@ def survive_sleeping_helpers(check, repeatable, ids, others):
     # A signal's handler gets the number of the signal, which is 1, and sleep takes a number of seconds.
     libc.signal(signal.SIGHUP, ctypes.cast(libc.sleep, ctypes.c_void_p))
     count = 12  # many helpers, of which some have begun a unit
-    helpers, end = set(), time.monotonic() + 30
+    helpers, end = set(), time.monotonic() + 240
     # A run that begins before the helpers of the last run have left starts fewer helpers.
     while len(helpers) < count - 1 and time.monotonic() < end:
         run(repeatable, ids, count)

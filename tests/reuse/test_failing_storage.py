@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import torch
 from core_models import READERS, attention_by, prefill
 from core_reference import SIXTEEN_BITS
 from forked import fresh
+from running import Clock
 from serving_from_failing_storage import serve_by_all
 
 from attncache_core import native
@@ -203,17 +205,20 @@ def test_records_of_a_replaced_or_deleted_file_are_still_used(tiny_checkpoint, f
         assert (result.report.lost_lengths, result.report.corrupt_records) == ((), 0)
 
 
-SETTLED = 0.4  # seconds after which a changed file is used again
+SETTLED = 2.5  # seconds after which a changed file is used again
 
 
 @pytest.fixture
-def settles_soon(monkeypatch):
-    monkeypatch.setattr("attncache_core.reuse.storage.segment._SETTLED_AFTER_SECONDS", SETTLED - 0.1)
+def clock(monkeypatch):
+    """The clock of all segments, so that no file settles while a test is slow."""
+    clock = Clock()
+    times = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
+    monkeypatch.setattr("attncache_core.reuse.storage.segment.time", times)
+    return clock
 
 
 @mapped_records
-@pytest.mark.usefixtures("settles_soon")
-def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpoint, folder, recorded):
+def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpoint, folder, recorded, clock):
     engine = engine_on(tiny_checkpoint, folder)
     prefill(engine, recorded)
     path = path_of(folder, 7)
@@ -223,20 +228,21 @@ def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpo
     # The write may still be in progress, so the segment is not used at first.
     assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
     assert (result.report.corrupt_records, result.report.lost_lengths) == (0, ())
-    time.sleep(SETTLED)
+    clock.seconds += SETTLED
     result = prefill(engine, recorded)
     assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
     assert (result.report.corrupt_records, result.report.lost_lengths) == (6, ())
     with path.open("r+b") as file:
         file.write(content)
     assert outcomes_by_length(prefill(engine, recorded), recorded)[7] == {Outcome.NOT_SEARCHED}
-    time.sleep(SETTLED)
+    clock.seconds += SETTLED
     assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}
 
 
 @mapped_records
-@pytest.mark.usefixtures("settles_soon")
-def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_checkpoint, folder, recorded):
+def test_write_that_does_not_change_the_modification_time_is_noticed_later(
+    tiny_checkpoint, folder, recorded, clock
+):
     """Like the second of two writes within one tick of the file system's clock."""
     engine = engine_on(tiny_checkpoint, folder)
     path = path_of(folder, 7)
@@ -248,7 +254,7 @@ def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_
         in_the_middle(engine, lambda: os.utime(path, ns=(time_of_both, time_of_both)), after_layer=1),
     ):
         prefill(engine, recorded)
-    time.sleep(SETTLED)
+    clock.seconds += SETTLED
     assert outcomes_by_length(prefill(engine, recorded), recorded)[7] == {Outcome.MISS}
 
 
@@ -265,16 +271,15 @@ def restrict(path: Path) -> None:
     path.chmod(0o400)
 
 
-@pytest.mark.usefixtures("settles_soon")
 @pytest.mark.parametrize(("change", "seconds"), [(touch, SETTLED), (extend, SETTLED), (restrict, 0)])
 def test_records_are_still_used_after_a_change_outside_the_records(
-    tiny_checkpoint, folder, recorded, expected, change, seconds
+    tiny_checkpoint, folder, recorded, expected, change, seconds, clock
 ):
     engine = engine_on(tiny_checkpoint, folder)
     prefill(engine, recorded)
     with in_the_middle(engine, lambda: change(path_of(folder, 7))):
         np.testing.assert_allclose(prefill(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
-    time.sleep(seconds)
+    clock.seconds += seconds
     result = prefill(engine, recorded)
     assert set(result.outcomes) == {Outcome.HIT}
     assert result.report.corrupt_records == 0
@@ -410,7 +415,7 @@ def test_another_batch_that_notices_the_change_first_does_not_hide_it(
             monkeypatch.undo()
             fault(path_of(folder, 7))
             with ThreadPoolExecutor(1) as other:
-                answer = other.submit(prefill, engine, recorded).result(timeout=30)
+                answer = other.submit(prefill, engine, recorded).result(timeout=240)
             np.testing.assert_allclose(answer.outputs, expected, atol=SIXTEEN_BITS)
             return call(*arguments, **options)
 

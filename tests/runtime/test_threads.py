@@ -116,12 +116,12 @@ def test_blocks_of_one_thread_that_overlap_leave_all_threads():
     def overlap(leaves_first):
         use_threads(2)
         with one_thread():
-            inside.wait(timeout=10)
+            inside.wait(timeout=240)
             assert torch.get_num_threads() == 1
             if not leaves_first:
-                outside.wait(timeout=10)
+                outside.wait(timeout=240)
         if leaves_first:
-            outside.wait(timeout=10)
+            outside.wait(timeout=240)
         return torch.get_num_threads()
 
     with ThreadPoolExecutor(2) as both:

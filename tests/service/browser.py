@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from websockets.sync.client import connect
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 240
 
 
 @contextmanager

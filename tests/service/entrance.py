@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from ports import free_port
 from raw_http import wait_until
 
 # Each request has a connection of its own, but not a context for TLS of its own, which takes 30 ms.
@@ -74,6 +75,10 @@ class NameServer:
         return head + question[12:end] + b"".join(records)
 
 
+class _StubServer(ThreadingHTTPServer):
+    request_queue_size = 128  # by default 5, beyond which Envoy cannot connect within its time
+
+
 class Stub:
     """A server that answers as it is told: (path, headers) -> status, headers, body."""
 
@@ -106,7 +111,7 @@ class Stub:
             def log_message(self, *_):
                 pass
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = _StubServer((host, port), Handler)
         self._server.handle_error = lambda *_: None  # a connection that was reset
         if tls:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
@@ -118,14 +123,14 @@ class Stub:
         self._server.server_close()
 
 
-def configuration(name_server, port, folder, **times):
+def configuration(name_server, port, folder, often=OFTEN, **times):
     """Return the shipped configuration for servers on `port`, with free ports and files of its own.
 
-    times: seconds that are shorter than the shipped ones, so that tests need not wait.
+    often: as OFTEN. times: seconds that are shorter than the shipped ones, so that tests need not wait.
     """
     text = (DOCKER / "envoy.yaml").read_text(encoding="utf-8")
     text = text.replace("/etc/envoy/", f"{DOCKER}/").replace("/tmp/envoy-admin.sock", f"{folder}/admin.sock")
-    for shipped, here in OFTEN.items():
+    for shipped, here in often.items():
         assert text.count(shipped) == 1, shipped
         text = text.replace(shipped, here)
     for name, seconds in times.items():
@@ -150,12 +155,6 @@ def configuration(name_server, port, folder, **times):
             (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
             endpoint["endpoint"]["address"]["socket_address"]["port_value"] = port
     return shipped
-
-
-def free_port(host="127.0.0.1"):
-    with socket.socket() as free:
-        free.bind((host, 0))
-        return free.getsockname()[1]
 
 
 class Entrance:
@@ -210,10 +209,11 @@ def answers(url):
 
 
 @contextlib.contextmanager
-def entrances(affinities, name_server, port, folder, **times):
+def entrances(affinities, name_server, port, folder, often=OFTEN, **times):
     """Yield Envoys in front of the servers that the name server names.
 
-    affinities: of each Envoy, whether it reads keys from bodies: on or off. times: as for `configuration`.
+    affinities: of each Envoy, whether it reads keys from bodies: on or off. often, times: as for
+    `configuration`.
     """
     folder.mkdir(exist_ok=True)
     running = []
@@ -221,7 +221,7 @@ def entrances(affinities, name_server, port, folder, **times):
         for number, affinity in enumerate(affinities):
             place = folder / str(number)
             place.mkdir()
-            config = configuration(name_server, port, place, **times)
+            config = configuration(name_server, port, place, often, **times)
             running.append(Entrance(config, place, affinity))
         yield running
     finally:

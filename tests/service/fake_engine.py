@@ -212,7 +212,7 @@ class FakeEngine:
             self.verified.append(texts)
         if not self.may_run.is_set():
             self.runs.release()
-            assert self.may_run.wait(timeout=10)
+            assert self.may_run.wait(timeout=240)
         if FAILING in texts:
             self.before_failing()
             raise self.failure(f"cannot compute {texts}")
@@ -369,7 +369,7 @@ async def starting(load_engine, on_failure=None, worker=None, **settings):
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=240) as client,
     ):
         yield client
 

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import pytest
 from fake_engine import FakeEngine
+from running import PATIENCE_SECONDS
 
 from attncache_core import PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -25,8 +26,6 @@ from service.workers.server import Server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
 READY = HEALTH.replace(b"/health", b"/ready")
-# No test waits that long, unless it fails.
-PATIENCE_SECONDS = 60
 
 
 @dataclass

@@ -6,6 +6,9 @@ from inspect import isawaitable
 
 from service.observability.finished import FinishedRequest
 
+# No test waits that long, unless it fails. A busy machine takes minutes to start a server.
+PATIENCE_SECONDS = 240
+
 
 class Clock:
     """A clock that a test sets."""
@@ -18,7 +21,7 @@ class Clock:
 
 async def until(holds):
     """Wait until a function, which may be a coroutine function, returns something true."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not (await found if isawaitable(found := holds()) else found):
             await asyncio.sleep(0.001)
 
@@ -43,7 +46,7 @@ async def metrics_of(client):
 
 async def until_metric(client, least, *series):
     """Wait until a metric of a server is at least so large. Return all metrics."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (values := await metrics_of(client))[series] < least:
             await asyncio.sleep(0.001)
     return values

@@ -7,8 +7,9 @@ files are in FOLDER/NAME.
 The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. It waits
 SETTINGS["patience"] seconds for the shared store, if that is given. All other manners serve the fake engine.
 Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s, or 0.03 s with the
-manner "quick", and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all
-threads that need the interpreter.
+manner "quick", a batch with the text "held" takes until FOLDER/NAME.go exists, and a batch with the text
+"hang" hangs. The quotas of the manner "quick" never grow again. SIGUSR1 hangs the event loop. SIGUSR2 hangs
+all threads that need the interpreter.
 """
 
 import atexit
@@ -29,6 +30,7 @@ from fake_engine import FakeEngine, texts_of
 import service
 from attncache_core import BuildOptions, ModelNotFound, build_database, default_corpus
 from attncache_core.build import default
+from service.access import quotas
 from service.cli import main as attncache
 from service.loading import rebuild
 from service.observability.logs import configure_logging
@@ -41,16 +43,20 @@ HANG_SECONDS = 600
 
 
 class SlowEngine(FakeEngine):
-    def __init__(self, seconds):
+    def __init__(self, seconds, go):
+        """go: the file whose existence ends batches with the text "held"."""
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.go = seconds, go
 
     def run(self, requests):
-        time.sleep(HANG_SECONDS if "hang" in texts_of(requests) else self.seconds)
+        texts = texts_of(requests)
+        time.sleep(HANG_SECONDS if "hang" in texts else self.seconds)
+        while "held" in texts and not self.go.exists():
+            time.sleep(0.01)
         return super().run(requests)
 
 
-def serve(manner, options):
+def serve(manner, options, go):
     def load_engines(*_):
         match manner:
             case "never-loads":
@@ -59,8 +65,10 @@ def serve(manner, options):
                 raise ModelNotFound("there is no such model")
             case "fails":
                 raise RuntimeError("a bug")
-        yield SlowEngine(0.03 if manner == "quick" else 0.3)
+        yield SlowEngine(0.03 if manner == "quick" else 0.3, go)
 
+    if manner == "quick":
+        quotas.time = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 1e9)
     if manner == "never-cleans-up":
         atexit.register(time.sleep, HANG_SECONDS)
     signal.signal(signal.SIGUSR1, hang_loop)
@@ -139,7 +147,7 @@ def run(folder, name, manner, settings):
         os.chdir(settings["folder"])
         os.environ["PYTHONPATH"] = str(Path(service.__file__).parents[1])
         attncache(settings["arguments"])
-    serve(manner, settings)
+    serve(manner, settings, folder / f"{name}.go")
 
 
 def write(path, number):

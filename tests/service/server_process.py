@@ -43,6 +43,10 @@ class Running:
     def send(self, number):
         os.kill(self.number("pid"), number)
 
+    def let_go(self):
+        """Let batches with the text "held" end."""
+        (self.folder / f"{self.name}.go").touch()
+
     def url(self, name=None):
         """Return the address that the server logs; name: of one of several listeners."""
         found = re.compile(rf"listening on (\S+) \({name}\)" if name else r"listening on (\S+)")
@@ -114,7 +118,12 @@ def starting_servers():
         return running[-1]
 
     command = [sys.executable, str(SCRIPT), str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run below nohup
+    ) as started:
         try:
             yield start
         finally:

@@ -173,7 +173,7 @@ async def test_each_blended_prompt_is_answered_before_the_next_one_is_computed(f
 
     def noting(self, requests):
         runs.append(len(requests))
-        may_run.acquire(timeout=60)
+        may_run.acquire(timeout=240)
         return run(self, requests)
 
     async with serving(engine) as client:

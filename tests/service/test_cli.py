@@ -166,7 +166,7 @@ def test_server_imports_no_evaluation(tiny_checkpoint, tiny_database):
         *("--dtype", "float32", "--min-gain", "0", "--verify-rate", "0"),
     ]
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    options, imported = subprocess.check_output(command, text=True, timeout=120).splitlines()
+    options, imported = subprocess.check_output(command, text=True, timeout=240).splitlines()
     assert options == "False"
     assert {"torch", "service.loading.engines"} <= set(imported.split())
     assert all(map(importlib.util.find_spec, OF_EVALUATION))  # the modules still have these names

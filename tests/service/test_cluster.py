@@ -14,7 +14,8 @@ from collections import Counter
 import aiohttp
 import pytest
 from core_models import write_sentence_transformer
-from entrance import NameServer, entrances, free_port, post
+from entrance import NameServer, entrances, post
+from ports import free_port
 from raw_http import wait_until
 from valkeys import running_valkey
 
@@ -102,7 +103,7 @@ class Load:
 
     async def _run(self):
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(240)) as session:
             clients = [self._talk] * TALKING + [self._ask] * (CLIENTS - TALKING)
             asked = (client(session, number) for number, client in enumerate(clients))
             await asyncio.gather(*asked)
@@ -186,7 +187,7 @@ def expected(cluster):
     """The vector of each text and of each conversation, by one server."""
 
     def computed(**body):
-        return post(f"http://{HOSTS[0]}:{cluster.port}/embed", json=body, timeout=60).json()
+        return post(f"http://{HOSTS[0]}:{cluster.port}/embed", json=body, timeout=240).json()
 
     found = dict(zip(TEXTS, computed(inputs=TEXTS), strict=True))
     for number in range(TALKING):

@@ -59,7 +59,7 @@ class Server:
 
     def until_ready(self):
         self.running.wait_until_ready()
-        return httpx.Client(base_url=self.running.url(), timeout=60)
+        return httpx.Client(base_url=self.running.url(), timeout=240)
 
     def builders(self):
         """Return the ids of the processes that the server has started."""

@@ -125,7 +125,7 @@ async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch):
 
 async def test_texts_of_one_request_are_divided_among_the_free_threads():
     meeting = threading.Barrier(2)
-    engine = ParallelEngine(2, lambda _: meeting.wait(timeout=10))
+    engine = ParallelEngine(2, lambda _: meeting.wait(timeout=240))
     texts = [f"text {number:02}" for number in range(40)]
     async with batching(engine) as batcher:
         assert_result_of(texts, await submit(batcher, texts))
@@ -134,7 +134,7 @@ async def test_texts_of_one_request_are_divided_among_the_free_threads():
 
 async def test_last_free_thread_takes_everything_that_waits():
     may_end = {text: threading.Event() for text in ("first", "second")}
-    engine = ParallelEngine(2, lambda texts: may_end[texts[0]].wait(timeout=10) if texts[0] in may_end else 0)
+    engine = ParallelEngine(2, lambda texts: may_end[texts[0]].wait(240) if texts[0] in may_end else 0)
     texts = [f"text {number:02}" for number in range(40)]
     async with batching(engine) as batcher:
         busy = [submit(batcher, [text]) for text in may_end]
@@ -163,9 +163,9 @@ async def test_request_that_fails_in_one_thread_gets_no_result_from_another(fail
 
     def ordered(texts):
         if texts != ["next"]:
-            meeting.wait(timeout=10)
+            meeting.wait(timeout=240)
             if (texts == [failure]) is not failing_first:
-                assert first_done.wait(timeout=10)
+                assert first_done.wait(timeout=240)
 
     engine = ParallelEngine(2, ordered)
     async with batching(engine, sequences=1) as batcher:
@@ -347,10 +347,10 @@ async def ask_despite(faults, engine, requests, answers):
     verifier = verifier_of(engine, UNREAD)
     async with batching(engine, sequences=3, verifier=verifier, result_bytes=2**20) as batcher:
         pending = [submit(batcher, texts) for texts in requests]
-        answers += await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 30)
+        answers += await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 240)
         await until(lambda: not batcher.queue._running and (faults.is_over or not verifier.has_work))
         faults.is_over = True
-        answers.append(await asyncio.wait_for(submit(batcher, ["next"]), 30))
+        answers.append(await asyncio.wait_for(submit(batcher, ["next"]), 240))
         await until(lambda: not verifier.has_work)
     assert (batcher.queue._running, batcher.queue._computing, batcher.queue._idle_work) == (0, 0, 0)
     assert not verifier._verifying.locked()

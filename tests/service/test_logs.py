@@ -154,7 +154,7 @@ def test_slow_reader_gets_every_line_of_the_access_log():
         reader.start()
         with open(writing, "w") as written, logging_to_stream("info", "json", written):
             log_access([ANSWERED] * 2000)
-        reader.join(60)
+        reader.join(240)
     assert len([orjson.loads(line) for line in b"".join(found).splitlines()]) == 2000
 
 

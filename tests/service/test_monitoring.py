@@ -147,5 +147,5 @@ def test_every_alert_is_explained_in_the_documentation_and_fires_in_a_test():
 def test_promtool_accepts_the_files_and_sees_each_alert_fire(arguments):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import yaml
 from core_models import write_model, write_sentence_transformer
-from entrance import answers, free_port
+from entrance import answers
+from ports import free_port
 from raw_http import serving_model, wait_until
 
 from service.settings import Settings

@@ -227,7 +227,7 @@ def test_of_two_pushes_at_once_one_wins_as_a_whole(
 
     def send_together(*arguments, **options):
         sent = send(*arguments, **options)
-        meet.wait(30)  # both have seen the same pointer, and written nothing of it yet
+        meet.wait(240)  # both have seen the same pointer, and written nothing of it yet
         return sent
 
     monkeypatch.setattr(pushing, "_send", send_together)
@@ -243,7 +243,7 @@ def test_of_two_pushes_at_once_one_wins_as_a_whole(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     lost = [folder for folder, told in outcomes.items() if "push again" in told]
     assert len(lost) == 1
     (won,) = {root, other} - set(lost)
@@ -274,7 +274,7 @@ def test_workers_and_servers_of_a_machine_download_once(store, root, tmp_path, t
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
     objects = [path for method, path in store.requests[before:] if method == "GET" and POINTER not in path]
     assert len(objects) == len(set(objects)) > 0
 

@@ -55,7 +55,7 @@ async def test_request_that_was_answered_twice_is_answered_while_every_thread_is
         async with held(engine, batcher):
             waiting = submit(batcher, "new", "newer")
             timing = Timing()
-            again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=10)
+            again = await asyncio.wait_for(submit(batcher, "a", "bb", timing=timing), timeout=240)
             assert_result_of(["a", "bb"], again)
             tokens = first.all_asked_tokens
             assert (again.repeated, again.all_asked_tokens, timing.tokens) == (2, tokens, tokens)
@@ -117,7 +117,7 @@ async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_lat
         gone.cancel()
         await asyncio.sleep(0)  # the batcher withdraws the request
         engine.may_tokenise.set()
-        assert_result_of(["same"], await asyncio.wait_for(submit(batcher, "same"), timeout=10))
+        assert_result_of(["same"], await asyncio.wait_for(submit(batcher, "same"), timeout=240))
 
 
 class TokenisingSlowly(FakeEngine):
@@ -129,7 +129,7 @@ class TokenisingSlowly(FakeEngine):
 
     def tokenize(self, *arguments, **more):
         self.tokenising.set()
-        assert self.may_tokenise.wait(timeout=10)
+        assert self.may_tokenise.wait(timeout=240)
         return super().tokenize(*arguments, **more)
 
 
@@ -447,7 +447,7 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
         texts = [("first", "same"), ("too much",), ("same",), ("last",)]
         async with held(engine, batcher):
             pending = [submit(batcher, *text) for text in texts]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             first, failed, waiting, last = await asyncio.gather(*pending, return_exceptions=True)
     assert isinstance(failed, InternalError)
     for result, text in ((first, texts[0]), (waiting, texts[2]), (last, texts[3])):
@@ -461,7 +461,7 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkey
 
     monkeypatch.setattr(batch_runner, "repeatable", failing)
     engine = FakeEngine()
-    async with batching(engine) as batcher, asyncio.timeout(10):
+    async with batching(engine) as batcher, asyncio.timeout(240):
         for result in await asyncio.gather(*(submit(batcher, "same") for _ in range(3))):
             assert_result_of(["same"], result)
     assert sum(batch.count("same") for batch in engine.batches) == 3

@@ -134,12 +134,12 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
         async def state():
             return (await client.get("/info")).json()["sample"]
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             while (await state())["problem"] is None or (await state())["dropped"] < 3:
                 assert (await client.post("/embed", json={"inputs": ["stolen card"]})).status_code == 200
         assert (await state())["problem"] == "texts cannot be sampled: No space left on device"
         fails = False
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             while (await state())["problem"] is not None:
                 await client.post("/embed", json={"inputs": ["late payment"]})
         await until(lambda: len(sampled(root)) >= 1)
@@ -162,7 +162,7 @@ async def test_sampling_goes_on_in_the_next_database_when_the_present_one_is_set
     await until(lambda: kept.state.problem == missing)
     assert not root.exists()
     root.mkdir()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while sampled(root) != [(3, 4)] or kept.state.problem is not None:
             kept.offer(None, [PrefillPart.of([[3, 4]])])
             await asyncio.sleep(0.005)
@@ -391,7 +391,7 @@ async def test_server_renews_its_database_from_what_it_was_asked(tiny_checkpoint
     begin_sample(root, 99)
     # The process that renews gets the settings without the secret of the store.
     store = {"shared": "valkey://name:password@127.0.0.1:1/0", "shared_uses": "kv"}
-    async with serving(tiny_checkpoint, root, renew_hours=24, **store) as client, asyncio.timeout(120):
+    async with serving(tiny_checkpoint, root, renew_hours=24, **store) as client, asyncio.timeout(240):
         while (await client.get("/info")).json()["database"]["last_renewal"] is None:
             assert "could not be renewed" not in caplog.text, caplog.text
             await asyncio.sleep(0.1)

@@ -211,7 +211,7 @@ def count_up(path, both_begin):
 
     async def count():
         store = SqliteStore(path)
-        both_begin.wait(30)
+        both_begin.wait(240)
         for _ in range(COUNTS):
             is_counted = False
             while not is_counted:

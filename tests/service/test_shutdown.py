@@ -123,15 +123,6 @@ def wait_until_computed(server):
     wait_until(lambda: server.metric("tokenize_seconds_count") == 1)
 
 
-@pytest.fixture
-def not_below_nohup():
-    """Start processes that a SIGHUP ends, also if these tests run below nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("not_below_nohup")
 def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls(start):
     server = start("loads", drain_seconds=1).wait_until_ready()
     with server.connect() as hangs, server.connect() as stalls:
@@ -163,7 +154,7 @@ def test_process_ends_with_0_though_the_event_loop_hangs(start):
 
 
 def test_stuck_process_ends_itself_if_told_to(start):
-    told = {"stuck_seconds": 0.5, "exit_when_stuck": True}
+    told = {"stuck_seconds": 2.0, "exit_when_stuck": True}
     computing, interpreter = start("loads", **told), start("loads", **told)
     interpreter.wait_until_ready().send(signal.SIGUSR2)
     with computing.wait_until_ready().connect() as hangs:
@@ -207,10 +198,12 @@ main()
 
 def test_server_notices_who_leaves_and_finishes_its_requests_after_sigterm(start):
     server = start("loads").wait_until_ready()
-    with httpx.Client(base_url=server.url(), timeout=30) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/embed", json={"inputs": "gone"}, timeout=0.1)
+    with httpx.Client(base_url=server.url(), timeout=240) as client:
+        with server.connect() as gone:
+            gone.sendall(post(b'{"inputs": "held"}'))
+            wait_until_computed(server)
         wait_until(lambda: server.metric('requests_total{route="/embed",status="499"}') == 1)
+        server.let_go()
         with ThreadPoolExecutor() as clients:
             pending = clients.submit(client.post, "/embed", json={"inputs": ["a", "b"]})
             wait_until(lambda: server.metric("tokenize_seconds_count") == 2)
@@ -251,7 +244,7 @@ def test_hangup_before_the_server_has_its_handlers_is_kept_and_nohup_is_noticed(
     ) as started:
         assert started.stdout.readline() == b"imported\n"
         started.send_signal(signal.SIGHUP)
-        assert started.communicate(b"\n", timeout=60)[0].strip() == found
+        assert started.communicate(b"\n", timeout=240)[0].strip() == found
 
 
 def test_standard_streams_that_are_closed_become_dev_null(tmp_path):
@@ -263,7 +256,7 @@ def test_standard_streams_that_are_closed_become_dev_null(tmp_path):
     closed = subprocess.run(
         [sys.executable, "-c", script],
         preexec_fn=lambda: [os.close(n) for n in range(3)],
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert closed.returncode == 0
@@ -291,7 +284,7 @@ def test_signal_during_the_imports_ends_the_server_with_0_and_others_as_usual(
     ) as started:
         assert started.stdout.readline() == b"importing\n"
         started.send_signal(number)
-        _, logged = started.communicate(timeout=60)
+        _, logged = started.communicate(timeout=240)
     assert (started.returncode, logged) == (code, shown)
 
 

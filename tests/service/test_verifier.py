@@ -443,7 +443,7 @@ class SlowlyVerifyingEngine(FakeEngine):
         result = super().run(requests)
         if not any(request.reuse for request in requests):
             self.verifies.release()
-            assert self.may_verify.wait(timeout=10)
+            assert self.may_verify.wait(timeout=240)
         return result
 
 

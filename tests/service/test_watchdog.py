@@ -79,6 +79,24 @@ def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog):
     assert "Sesam" not in caplog.text
 
 
+def test_stack_of_what_is_stuck_is_logged_though_something_else_was_overdue_before(caplog):
+    watchdog, here = Watchdog(stuck_seconds=HOUR), threading.get_ident()
+
+    def work(seconds):
+        with watchdog.watching():
+            watchdog._began[here] -= seconds
+            watchdog._report()
+
+    def hang():
+        work(3 * HOUR)
+
+    work(1.5 * HOUR)
+    assert "in hang\n" not in caplog.text
+    hang()
+    assert "in hang\n" in caplog.text
+    assert "/health has status 503" in caplog.text
+
+
 def test_longest_times_that_settings_allow_end_no_thread():
     watchdog = Watchdog(MAX_SECONDS, exit_when_stuck=True)
     watchdog._watch_interpreter()

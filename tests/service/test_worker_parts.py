@@ -24,7 +24,7 @@ from service.web.listeners import Listener, bind
 from service.workers import shares
 from service.workers.acceptor import Acceptor
 from service.workers.shares import share_of, worker_count, workers_for
-from service.workers.supervisor import serve_with_workers
+from service.workers.supervisor import Supervisor, serve_with_workers
 
 # How many workers, and what each of them may use.
 
@@ -116,7 +116,7 @@ async def test_connections_that_come_at_once_are_accepted_in_one_turn_and_served
         acceptor.close()  # accepts those that wait
         for client in clients:
             client.sendall(b"hello")
-            client.settimeout(30)
+            client.settimeout(240)
             assert await asyncio.to_thread(client.recv, 5) == b"hello"
         assert not acceptor.is_opening
 
@@ -126,11 +126,17 @@ async def test_connection_is_left_to_other_workers_for_a_while():
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, lambda: turns.pop(0))
         for _ in range(2):
-            client = stack.enter_context(socket.create_connection(listening.getsockname(), 30))
+            client = stack.enter_context(socket.create_connection(listening.getsockname(), 240))
             client.sendall(b"hello")
             assert await asyncio.to_thread(client.recv, 5) == b"hello"
         acceptor.close()
     assert turns == []
+
+
+def test_folder_that_is_removed_before_the_first_look_at_its_files_is_missed(tmp_path):
+    supervisor = Supervisor(Settings(), 2, None, [], tmp_path / "gone")
+    supervisor._note_removed()
+    assert "were removed; set TMPDIR to a folder that nobody cleans" in str(supervisor._failure)
 
 
 # Two workers.

@@ -54,6 +54,7 @@ def servers(start, certificates, tmp_path_factory):
         "drains": start("loads", workers=2),
         "loading": start("never-loads", workers=2),
         "stuck": start("loads", workers=2, stuck_seconds=3.0, exit_when_stuck=True),
+        "hangs": start("loads", workers=2),
         "refuses": start("refuses", workers=2),
         "fails": start("fails", workers=2),
     }
@@ -200,7 +201,6 @@ def test_server_ends_once_somebody_removes_what_its_workers_share(servers):
 def test_server_ends_if_what_its_workers_share_is_removed_while_the_first_one_loads(servers):
     server = servers["loading"]
     wait_until(lambda: list((server.folder / server.name).glob("attncache-*/shared.sqlite-shm")))
-    time.sleep(0.3)  # so that the supervisor has looked
     shutil.rmtree(next((server.folder / server.name).iterdir()))
     assert server.end() == 1
     assert "were removed; set TMPDIR to a folder that nobody cleans" in server.log
@@ -307,9 +307,11 @@ def test_stuck_worker_is_replaced_and_a_second_signal_ends_all_at_once(servers):
         hangs.sendall(embed({"inputs": "hang"}))
         wait_until(lambda: "ended with code 70" in server.log)
     wait_until(lambda: server.workers() != before)
+    # A worker of this server hangs for as long as the signals take.
+    server = ready(servers["hangs"])
     with server.connect() as hangs:
         hangs.sendall(embed({"inputs": "hang"}))
-        time.sleep(0.1)
+        wait_until(lambda: server.metric("tokenize_seconds_count") == 1)
         server.send(signal.SIGTERM)
         wait_until(lambda: server.ask(get("/ready")).status == 503)
         server.send(signal.SIGTERM)

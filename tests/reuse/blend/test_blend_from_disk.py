@@ -104,7 +104,7 @@ def test_layers_are_computed_while_later_layers_are_loaded(model, open_store, mo
     def waiting(loading, part):
         """Load a layer only when the layer two before it was computed."""
         if 2 <= part < LAYERS:
-            assert computed[part - 2].wait(10)
+            assert computed[part - 2].wait(240)
         read(loading, part)
         events.append(("loaded", part))
 

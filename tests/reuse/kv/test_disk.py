@@ -567,7 +567,7 @@ def killed_writer(folder):
     reached = fork.Event()
     writer = fork.Process(target=write_and_hang, args=(folder, reached))
     writer.start()
-    assert reached.wait(30)
+    assert reached.wait(240)
     # Another start meanwhile does not take the file from its writer.
     assert DiskTier(folder, SIZES, limit(3)).bytes_used == 2 * BLOCK_BYTES
     writer.kill()

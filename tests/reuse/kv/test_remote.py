@@ -194,7 +194,7 @@ def test_nothing_is_asked_where_computing_is_faster_and_while_a_slow_store_rests
 def test_the_answer_leaves_before_the_block_is_saved_and_the_end_closes_the_connections(model, open_store):
     values, may_put = Values(), threading.Event()
     put = values.put
-    values.put = lambda *arguments: may_put.wait(10) and put(*arguments)
+    values.put = lambda *arguments: may_put.wait(240) and put(*arguments)
     store, ids = open_store(values), random_ids(50)
     run(model, store, [ids])  # is the answer
     assert not values.known

@@ -75,7 +75,7 @@ def may_write(monkeypatch):
     """An event without which no block is written."""
     event, write = threading.Event(), DiskTier.write
     monkeypatch.setattr(
-        DiskTier, "write", lambda *arguments, **more: event.wait(10) and write(*arguments, **more)
+        DiskTier, "write", lambda *arguments, **more: event.wait(240) and write(*arguments, **more)
     )
     return event
 
@@ -203,16 +203,16 @@ def test_waiting_sequences_are_fetched_once_and_behind_what_a_batch_loads(open_s
     def work(number):
         order.append(number)
         started.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(240)
 
     store.transfers.prefetch([lambda: work(0), lambda: work(1)])
-    assert started.wait(10)
+    assert started.wait(240)
     store.transfers.prefetch([lambda: work(2)])
     run_by_a_batch = threading.Event()
     monkeypatch.setattr(store.transfers, "run", lambda _: (order.append("batch"), run_by_a_batch.set()))
     store.transfers.load(None)
     may_go_on.set()
-    assert run_by_a_batch.wait(10)
+    assert run_by_a_batch.wait(240)
     store.transfers.flush()
     assert order.index("batch") <= 2
     assert 1 not in order
@@ -222,8 +222,8 @@ def test_waiting_sequences_are_fetched_once_and_behind_what_a_batch_loads(open_s
 def test_a_batch_waits_for_one_fetch_though_each_batch_before_has_asked_for_some(open_store):
     store = open_store()
     begun, may_end = threading.Event(), threading.Event()
-    store.transfers.prefetch([lambda: (begun.set(), may_end.wait(10))])
-    assert begun.wait(10)
+    store.transfers.prefetch([lambda: (begun.set(), may_end.wait(240))])
+    assert begun.wait(240)
     for _ in range(5):
         store.transfers.prefetch([lambda: None] * 3)
     assert store.transfers._loads.qsize() == 0
@@ -241,11 +241,11 @@ def test_threads_end_with_transfers_that_nobody_closes():
     fetched, saved = threading.Event(), threading.Event()
     transfers.prefetch([fetched.set])
     assert transfers.save(None, [], saved.set)
-    assert fetched.wait(10)
-    assert saved.wait(10)
+    assert fetched.wait(240)
+    assert saved.wait(240)
     del transfers
     for thread in threads:
-        thread.join(10)
+        thread.join(240)
         assert not thread.is_alive()
 
 
