@@ -258,6 +258,22 @@ async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reaso
         assert reason in response.json()["error"]["message"]
 
 
+async def test_encoders_and_pooling_of_all_tokens_compute_segments_exactly_without_keys_and_values(
+    folder, tmp_path
+):
+    encoder = read_checkpoint(write_sentence_transformer(tmp_path / "encoder"))
+    for checkpoint in (encoder, checkpoint_of(folder, pooling="mean")):
+        engine = PrefillEngine.load(checkpoint, dtype="float32")
+        (source,) = Segments(**BODY, separator="\n").tokenize(
+            engine, engine.tokenizer.default_prompt, None, 10**6
+        )
+        async with serving(engine) as client:
+            response = await asked(client, "/embed", {**BODY, "normalize": False})
+        expected = engine.run([PrefillRequest(source.sequences[0], False)]).outputs
+        np.testing.assert_array_equal(np.array(response.json(), np.float32), expected)
+        assert "X-AttnCache-Approximate" not in response.headers
+
+
 async def test_texts_are_divided_at_the_separator_or_by_tokens(folder):
     text = "\n".join([*SEGMENTS, BODY["query"]])
     async with serving(blending(folder, 0.5), divide_texts=True, blend=Path("g")) as client:
