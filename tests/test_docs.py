@@ -112,6 +112,7 @@ def named_in(cells: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=page_id)
 @pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.timeout(900)  # it builds databases with the default model
 def test_python_examples_of_the_documentation_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
