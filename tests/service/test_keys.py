@@ -8,7 +8,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, begun, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import queued
@@ -34,6 +34,12 @@ def headers(**named):
 
 def ring(text):
     return KeyRing(None, text, LocalStore())
+
+
+@pytest.fixture(autouse=True)
+def quotas_stand_still(monkeypatch):
+    """A quota that is used up stays so, however slow the machine is, unless a test gives a clock."""
+    monkeypatch.setattr(quotas, "time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 1e9))
 
 
 @pytest.fixture
@@ -533,12 +539,27 @@ async def test_requests_at_once_take_tokens_by_their_texts_as_far_as_these_are_c
 
 async def test_requests_that_compute_twice_take_tokens_for_both(tmp_path):
     """Labels that are compared by their embeddings are computed before the texts."""
-    engine = FakeEngine()
+    engine, run = FakeEngine(), FakeEngine.run
+
+    def hold_texts(requests):
+        if "c" * 64 in texts_of(requests):
+            engine.may_run.clear()
+        return run(engine, requests)
+
+    engine.run = hold_texts
     async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} tokens_per_minute=60\n")) as client:
-        body = {"inputs": ["c" * 200, "d" * 200], "labels": ["a", "b"]}
-        sent = [client.post("/classify", json=body, headers=bearer(ONE)) for _ in range(4)]
-        found = [response.status_code for response in await asyncio.gather(*sent)]
-    assert 0 < found.count(200) < 3
+
+        def classify():
+            body = {"inputs": ["c" * 200, "d" * 200], "labels": ["a" * 8, "b" * 8]}
+            return client.post("/classify", json=body, headers=bearer(ONE))
+
+        first = asyncio.create_task(classify())
+        await asyncio.to_thread(engine.runs.acquire)
+        # The first one has taken the tokens of its labels and all that were left, for its texts.
+        found = await asyncio.gather(*(classify() for _ in range(3)))
+        assert [response.json()["error"]["code"] for response in found] == ["quota_exceeded"] * 3
+        engine.may_run.set()
+        assert (await first).status_code == 200
 
 
 async def test_request_that_computes_twice_is_not_refused_because_of_itself(tmp_path):

@@ -630,6 +630,7 @@ def answer_in_drops(listener, answer, is_dropped):
 async def test_an_answer_that_comes_in_drops_is_not_waited_for(question, monkeypatch):
     monkeypatch.setattr(blocks, "_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(blocks, "_VALUE_SECONDS", 0.2)
+    monkeypatch.setattr(client, "OPEN_SECONDS", 3600.0)  # the last question comes before
     is_dropped = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         answer = b"$400\r\n" + bytes(400) + b"\r\n"  # takes two seconds, and no part takes long
