@@ -132,7 +132,8 @@ class ServiceState:
             self.metrics.follow(self.metrics.shared_away, lambda: any(part.circuit.is_away for part in parts))
         self.group = Group(worker, shared, self.metrics) if worker else None
         histories: Store
-        if self._of_all is not None and settings.shared_for("sessions"):
+        others_write = settings.shared_for("sessions") is not None
+        if self._of_all is not None and others_write:
             histories = self._of_all.store("sessions")
         else:
             # No file is opened that no worker keeps open: SQLite would remove parts of it, and the supervisor
@@ -147,9 +148,12 @@ class ServiceState:
             ttl_seconds=settings.session_ttl_seconds,
             max_waiting=settings.max_queue_sequences,
             max_seconds=settings.request_seconds,
+            others_write=others_write,
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
-        self.answers = ByteBudget(settings.max_inflight_bytes, "answers that clients have not read yet")
+        self.answers = ByteBudget(
+            settings.max_inflight_bytes, "answers that are being made, or that clients have not read yet"
+        )
         self.watchdog = Watchdog(
             settings.stuck_seconds,
             exit_when_stuck=settings.exit_when_stuck,

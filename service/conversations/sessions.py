@@ -47,6 +47,7 @@ class Sessions:
         max_waiting: int,
         max_seconds: float,
         capacity_bytes: int = CAPACITY_BYTES,
+        others_write: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """histories: a store for histories alone, which drops some beyond its bounds. locks: a store.
@@ -54,7 +55,8 @@ class Sessions:
         process: the name of this process among those that share the stores. ttl_seconds: how long a history
         is kept after its last access. capacity_bytes: of `histories`. max_waiting: the most requests that
         may wait for another request of their session. max_seconds: that a request may take, after which its
-        lock ends, even if this process could not unlock the session.
+        lock ends, even if this process could not unlock the session. others_write: whether other machines
+        write histories too, without these locks: a history may have got more turns before it was dropped.
         """
         self._histories = histories
         self._locks = locks
@@ -63,6 +65,7 @@ class Sessions:
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
         self._capacity_bytes = capacity_bytes
+        self._others_write = others_write
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
@@ -172,17 +175,18 @@ class Sessions:
         """Keep what the history of a session has become. Counts as an access.
 
         before: what `history` has returned. A history that is too long is dropped. It is not kept if the
-        session has another history than `before` meanwhile. Raises StoreUnavailable.
+        session has another history than `before` meanwhile, or, where other machines write, none any more.
+        Raises StoreUnavailable.
         """
         key, content = _name_of(session), history.written()
         kept = None if len(content) > self._capacity_bytes * _MAX_OF_ONE else content
         # The hash, because ids may be long, and the count of distinct sessions remembers them.
         self._distinct.used(hash(session))
         set_if = self._histories.compare_and_set
-        # The history of before may have been dropped meanwhile.
-        is_set = await set_if(key, before, kept, self._ttl_seconds) or (
-            before is not None and await set_if(key, None, kept, self._ttl_seconds)
-        )
+        is_set = await set_if(key, before, kept, self._ttl_seconds)
+        if not is_set and before is not None and not self._others_write:
+            # The history of before may have been dropped meanwhile.
+            is_set = await set_if(key, None, kept, self._ttl_seconds)
         if not is_set:
             return "changed"
         self._outdated.pop(key, None)

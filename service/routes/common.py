@@ -140,20 +140,22 @@ async def json_lists(lists: Iterable[Iterable[Any]], call: Call) -> orjson.Fragm
     for rows in lists:
         written.append(await _written(rows, call, made))
         made += len(written[-1])
-        call.count_answer(made)
-        await asyncio.sleep(0)  # other requests are served
     return orjson.Fragment(b"[" + b",".join(written) + b"]")
 
 
 async def _written(rows: Iterable[Any], call: Call | None, made: int = 0) -> bytes:
-    """Return rows as a JSON list. made: bytes of the answer before the list."""
+    """Return rows as a JSON list. Only the first part of an answer waits for no turn.
+
+    made: bytes of the answer before the list.
+    """
     remaining = iter(rows)
-    parts = [_part(islice(remaining, _PART_ROWS))]
+    parts = [] if made else [_part(islice(remaining, _PART_ROWS))]
+    made += sum(map(len, parts))
     for row in remaining:
-        made += len(parts[-1])
         await asyncio.sleep(0)
         async with nullcontext() if call is None else call.turn_to_write(made):
             parts.append(_part((row, *islice(remaining, _PART_ROWS - 1))))
+        made += len(parts[-1])
     return b"[" + b",".join(parts) + b"]"
 
 

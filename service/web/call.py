@@ -96,7 +96,7 @@ class Call:
     started: float = field(default_factory=time.perf_counter)
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
-    answer_bytes: int = 0  # that are counted as not read yet
+    answer_bytes: int = 0  # that are counted as being made, or as not read yet
     answered_by: str | None = None  # fingerprint of the model, once it is known
     reuse: bool = True  # as the header X-AttnCache-Reuse asks for, if its route reads it
     content_read: bytes | None = None  # the body, if it is read several times

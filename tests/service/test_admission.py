@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -335,23 +336,26 @@ async def test_scores_are_not_computed_for_an_answer_that_is_refused(monkeypatch
     assert set(statuses) == {200, 429}
 
 
-async def test_answer_that_is_overdue_is_not_made_to_its_end(monkeypatch):
-    body, made = {"inputs": ["x"] * 2048}, 0
+@pytest.mark.parametrize("path", ["/embed", "/embed_all"])
+async def test_answer_that_is_overdue_is_not_made_to_its_end(monkeypatch, path):
+    body, made, passed = {"inputs": ["x"] * 2048}, 0, 0.0
 
     def dumps(content, option=None):
         nonlocal made
         made += isinstance(content, list)
         return orjson.dumps(content, option=option)
 
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed)
     async with serving(FakeEngine(), max_request_inputs=2048, result_memory_bytes=2**26) as client:
         for _ in range(3):
-            await client.post("/embed", json=body)
+            await client.post(path, json=body)
         monkeypatch.setattr(common, "orjson", SimpleNamespace(**{**vars(orjson), "dumps": dumps}))
-        async with client._transport.app.state.service.writing:
-            headers = {"X-AttnCache-Timeout": "2"}
-            late = asyncio.create_task(client.post("/embed", json=body, headers=headers))
-            await until(lambda: made)
-            await asyncio.sleep(2)
+        monkeypatch.setattr("service.web.call.time", clock)
+        state = client._transport.app.state.service
+        async with state.writing:
+            late = asyncio.create_task(client.post(path, json=body))
+            await until(lambda: state.writing._waiters)  # for its second part
+            passed = 60.0
         assert (await late).status_code == 504
     assert made == 1
 

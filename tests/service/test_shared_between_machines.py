@@ -304,8 +304,8 @@ async def test_without_the_store_transcripts_are_answered_and_nothing_goes_on_wi
     assert 1 <= len(told) <= 3  # each outage once, for sessions with quotas, on each machine
 
 
-async def known_to_nobody(server):
-    return (await turn(server, append="d")).status_code == 404
+async def known_to_nobody(server, **session):
+    return (await turn(server, append="d", **session)).status_code == 404
 
 
 async def converse(servers, number, is_over, seen):
@@ -348,6 +348,23 @@ async def test_store_that_starts_again_with_older_histories_knows_none_of_them(t
             assert samples((await first.get("/metrics")).text)["attncache_sessions",] == 0
             assert_is_about(await turn(second, transcript="abc"), "abc")
             assert_is_about(await turn(first, append="d"), "abcd")
+
+
+async def test_turn_that_is_computed_while_the_store_starts_again_begins_no_history_without_later_turns(
+    valkey,
+):
+    slow = FakeEngine()
+    async with machines(valkey.url, slow, FakeEngine()) as (first, second):
+        await turn(first, transcript="a")
+        late = await begun(slow, turn(first, append="x"))
+        assert_is_about(await turn(second, append="b"), "ab")
+        valkey.kill()
+        valkey.start()
+        for server in (first, second):
+            await until(lambda server=server: known_to_nobody(server, session_id="another"))
+        slow.may_run.set()
+        assert (await late).status_code == 404
+        assert (await turn(second, append="c")).status_code == 404
 
 
 async def test_conversations_under_load_are_whole_through_outages(tmp_path, monkeypatch):
