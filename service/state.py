@@ -167,7 +167,7 @@ class ServiceState:
             else None
         )
         self.explaining = asyncio.Lock()  # held while a text is explained: one at a time
-        self.translating = asyncio.Lock()  # held while a request is tokenised or decoded: one at a time
+        self.tokenizing = asyncio.Lock()  # held while a request is tokenised or decoded: one at a time
         self.writing = asyncio.Lock()  # held while a further part of a large answer is made: one at a time
         self.draining = False  # the process ends once the requests in flight are answered
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.

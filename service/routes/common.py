@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -124,10 +124,10 @@ def text_index(error: InvalidInput | NotFinite) -> int | None:
     return int(found[1]) if found else None
 
 
-async def json_list(rows: Iterable[Any], call: Call | None = None) -> orjson.Fragment:
+async def json_list(rows: Iterable[Any], call: Call) -> orjson.Fragment:
     """Return rows, made one after the other, as a JSON list. Other requests are served between its parts.
 
-    call: whose answer is the list, so that its parts take turns with those of other answers. Raises as
+    call: whose answer is the list, and whose parts take turns with the parts of other answers. Raises as
     Call.turn_to_write.
     """
     return orjson.Fragment(await _written(rows, call))
@@ -143,7 +143,7 @@ async def json_lists(lists: Iterable[Iterable[Any]], call: Call) -> orjson.Fragm
     return orjson.Fragment(b"[" + b",".join(written) + b"]")
 
 
-async def _written(rows: Iterable[Any], call: Call | None, made: int = 0) -> bytes:
+async def _written(rows: Iterable[Any], call: Call, made: int = 0) -> bytes:
     """Return rows as a JSON list. Only the first part of an answer waits for no turn.
 
     made: bytes of the answer before the list.
@@ -153,7 +153,7 @@ async def _written(rows: Iterable[Any], call: Call | None, made: int = 0) -> byt
     made += sum(map(len, parts))
     for row in remaining:
         await asyncio.sleep(0)
-        async with nullcontext() if call is None else call.turn_to_write(made):
+        async with call.turn_to_write(made):
             parts.append(_part((row, *islice(remaining, _PART_ROWS - 1))))
         made += len(parts[-1])
     return b"[" + b",".join(parts) + b"]"

@@ -18,7 +18,7 @@ from service.web.call import Answer, Call, CurrentCall
 # Of one request. The response has some 60 bytes per token.
 _MAX_CHARACTERS = 2**18
 _MAX_TOKENS = 2**18
-_Translated = TypeVar("_Translated")
+_Done = TypeVar("_Done")
 
 
 class TokenizeRequest(Body):
@@ -67,7 +67,7 @@ async def tokenize(call: CurrentCall) -> Answer:
             field="inputs",
         )
     texts = list(map(prompt.template.around, body.inputs))
-    content = await _translated(
+    content = await _in_turn(
         call,
         lambda: orjson.dumps(
             [
@@ -96,20 +96,20 @@ async def decode(call: CurrentCall) -> Answer:
                 f"{engine.tokenizer.vocabulary - 1}",
                 field=f"ids[{index}]",
             )
-    texts = await _translated(
+    texts = await _in_turn(
         call, lambda: engine.tokenizer.decode(body.ids, skip_special=body.skip_special_tokens)
     )
     return Answer(orjson.dumps(texts))
 
 
-async def _translated(call: Call, translate: Callable[[], _Translated]) -> _Translated:
-    """Translate in a thread, one request after the other. Raises as Call.require_client.
+async def _in_turn(call: Call, work: Callable[[], _Done]) -> _Done:
+    """Do the work of a request in a thread, one request after the other. Raises as Call.require_client.
 
     Many requests at once would take all threads, for which label scores, metrics and findings wait too.
     """
-    async with call.state.translating:
+    async with call.state.tokenizing:
         await call.require_client()
-        return await asyncio.to_thread(translate)
+        return await asyncio.to_thread(work)
 
 
 def _token(piece: Piece) -> dict[str, Any]:

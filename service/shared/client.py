@@ -43,9 +43,15 @@ _START_SECONDS = 5.0
 _READ_BYTES = 2**20
 _MAX_CONNECTIONS = 64  # of threads
 _MAX_AT_ONCE = 64  # questions of an event loop: enough also if each takes 20 ms
-# In the name of a value, stands for the run of the server, from its start to its end: values that another run
-# has got are not found. A server that starts again can have older values, and so can a replica.
+# A placeholder in a key. Each connection replaces it by the run id of the Valkey process that it leads to. So
+# a process that starts again, or takes over from another one, finds no value that was kept before: it may be
+# an older one.
 RUN = "{run}"
+
+
+class _NoRunId(exceptions.ConnectionError):
+    """A server that may be compatible with Valkey, but whose restarts cannot be noticed."""
+
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
     (exceptions.AuthenticationError, "the user or the password is not accepted"),
@@ -56,6 +62,7 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
     (exceptions.BusyLoadingError, "it loads its data"),
     (exceptions.TimeoutError, "there is no answer in time"),
     (TimeoutError, "there is no answer in time"),
+    (_NoRunId, "its INFO has no run_id"),
     (exceptions.ConnectionError, "there is no connection"),
     ((OSError, RuntimeError), "there is no connection"),
 )
@@ -172,17 +179,19 @@ class Client:
 
 
 class _RunConnection(valkey.asyncio.Connection):
-    """A connection that knows which run of the server it leads to, and puts the run into names for RUN."""
+    """A connection that puts the run id of the Valkey process that it leads to into keys, in place of RUN."""
 
     _run = RUN
 
     async def on_connect(self) -> None:
-        """Log in, and ask for the run. Called again behind each loss of the connection."""
+        """Log in, and ask for the run id. Called again after each loss of the connection."""
         self._run = RUN  # a password is sent as it is
         await super().on_connect()
         await self.send_command("INFO", "server")
         found = re.search(rb"run_id:(\w+)", await self.read_response())
-        self._run = found[1].decode() if found else ""
+        if found is None:
+            raise _NoRunId
+        self._run = found[1].decode()
 
     def pack_command(self, *args: Any) -> list[bytes]:
         """Return the bytes of a command."""

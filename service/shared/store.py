@@ -41,7 +41,8 @@ class SharedStores:
 
     def store(self, use: str) -> SharedStore:
         """Return the store for one use."""
-        # An older history would be the beginning of a wrong one, and older quotas do no harm.
+        # A store that starts again may hold older histories, and an append to one of them would lose turns.
+        # Older quotas do no harm.
         prefix = f"{use}:{RUN}" if use == "sessions" else use
         return SharedStore(self._client, prefix, lambda: self._on_failure(use))
 

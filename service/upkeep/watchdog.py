@@ -133,7 +133,7 @@ class Watchdog:
         # Also when it is stuck, because something else may have been overdue before.
         logger.error(
             "a batch or the event loop takes longer than %g seconds; the threads are at\n%s",
-            self.stuck_seconds * (1 + is_stuck),
+            self.stuck_seconds * (2 if is_stuck else 1),
             _stacks(),
         )
         if is_stuck and self._exit_when_stuck:

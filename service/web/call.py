@@ -194,7 +194,7 @@ class Call:
         return self.content_read
 
     def count_answer(self, size: int) -> None:
-        """Count an answer of this many bytes until it is sent. Raises QueueFull if too many are not read yet.
+        """Count an answer of this many bytes until it is sent. Raises QueueFull if too many are counted.
 
         The first part of each answer is free, so that only large ones are refused.
         """
@@ -205,7 +205,7 @@ class Call:
 
     @asynccontextmanager
     async def turn_to_write(self, made: int) -> AsyncIterator[None]:
-        """Wait for the turn to make a further part of the answer, of which so many bytes are made.
+        """Wait for the turn to make a further part of the answer. made: bytes of the answer so far.
 
         However many large answers are made at once, other requests are served after each part. Raises
         QueueFull, as `count_answer`, and as `require_client`.

@@ -387,7 +387,7 @@ async def test_explanation_that_is_overdue_when_its_turn_comes_is_not_computed(m
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"inputs": "text"}), ("/decode", {"ids": [97]})])
-async def test_texts_are_translated_one_after_the_other_and_other_work_has_threads(monkeypatch, path, body):
+async def test_texts_are_tokenised_one_after_the_other_and_other_work_has_threads(monkeypatch, path, body):
     engine, ends, running, most = FakeEngine(), threading.Event(), 0, 0
 
     def translate(*_, **__):

@@ -367,11 +367,23 @@ async def test_turn_that_is_computed_while_the_store_starts_again_begins_no_hist
         assert (await turn(second, append="c")).status_code == 404
 
 
-async def test_conversations_under_load_are_whole_through_outages(tmp_path, monkeypatch):
+async def test_store_that_does_not_tell_its_run_id_is_asked_for_no_history(valkey, monkeypatch):
+    async def read_response(*_, **__):
+        return b"valkey_version:9.1.2"
+
+    monkeypatch.setattr(client._RunConnection, "read_response", read_response)
+    async with machines(valkey.url, FakeEngine()) as (server,):
+        refused = await turn(server, append="a")
+        assert_is_away(refused)
+        assert "its INFO has no run_id" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("keeps", ["no", "yes"])
+async def test_conversations_under_load_are_whole_through_outages(tmp_path, keeps, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(client, "OPEN_SECONDS", 0.05)
     seen, chance, over = Counter(), random.Random(1), asyncio.Event()
-    with running_valkey(tmp_path, "--appendonly", "yes") as valkey:
+    with running_valkey(tmp_path, "--appendonly", keeps) as valkey:
         async with (
             machines(valkey.url, FakeEngine(), FakeEngine(), FakeEngine()) as servers,
             asyncio.TaskGroup() as group,
