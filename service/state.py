@@ -152,7 +152,7 @@ class ServiceState:
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes, "requests that are being answered")
         self.answers = ByteBudget(
-            settings.max_inflight_bytes, "answers that are being made, or that clients have not read yet"
+            settings.max_inflight_bytes, "answers that are being made, or were not read yet,"
         )
         self.watchdog = Watchdog(
             settings.stuck_seconds,

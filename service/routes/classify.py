@@ -46,7 +46,7 @@ from service.web.call import Answer, Call, CurrentCall
 
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MAX_ANSWER_CHARACTERS = 2**24
-# Of an answer, for each label of an input, beside the label: no score is written shorter.
+# The fewest bytes that a label with its score takes in an answer, beside the name of the label.
 _SCORE_BYTES = len('{"label":"","score":0.0},')
 
 
@@ -276,7 +276,7 @@ def _check_labels(call: Call, labels: list[str], inputs: int) -> None:
 
 
 def _count_scores(call: Call, labels: Sequence[str], inputs: int) -> None:
-    """Count the answer before its scores are computed, which others wait for. Raises QueueFull."""
+    """Count the answer before its scores are computed, because others wait meanwhile. Raises QueueFull."""
     call.count_answer(inputs * sum(_SCORE_BYTES + len(label) for label in labels))
 
 

@@ -387,7 +387,7 @@ async def test_watching_ends_with_the_app(tiny_checkpoint, root):
     before = set(threading.enumerate())
     async with serving(tiny_checkpoint, root):
         (watching,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "load")
-    watching.join(240)
+    watching.join(30)  # less than the wait before a generation that failed is tried again
     assert not watching.is_alive()
 
 
