@@ -18,14 +18,8 @@ from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 # Fields that say how attention maps, or keys and values, are reused.
 _OF_MAPS = ("database", "threshold", "min_gain", "sample")
 _OF_SAMPLE = ("sample_texts", "sample_half_life_hours", "renew_hours")
-_OF_KEY_VALUES = (
-    "kv_memory_bytes",
-    "kv_dir",
-    "kv_disk_bytes",
-    "kv_disk_dtype",
-    "warm",
-    "blend",
-)
+STORED_KEY_VALUES = ("kv_memory_bytes", "kv_dir", "kv_disk_bytes", "kv_disk_dtype")
+_OF_KEY_VALUES = (*STORED_KEY_VALUES, "warm", "blend")
 # Uses of --shared, and a switch without which nothing is shared for them.
 _SWITCHES_OF_USES = (("kv", "kv"), ("kv", "reuse"), ("findings", "maps"), ("findings", "reuse"))
 
@@ -108,9 +102,13 @@ class Settings(
 
     def _refuse(self, options: Iterable[str], why: str) -> None:
         """Refuse options that have no effect, and are given. why: what makes them so, and the remedy."""
-        for name in options:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise refused(f"{option_name(name)} has no effect {why}")
+        for option in self.given(options):
+            raise refused(f"{option} has no effect {why}")
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Return the options of these fields that are given another value than the default."""
+        fields = type(self).model_fields
+        return [option_name(name) for name in names if getattr(self, name) != fields[name].default]
 
 
 # In the order of the help and of the documentation.

@@ -51,6 +51,23 @@ def test_more_tokens_than_the_model_takes_are_warned_of(tiny_checkpoint, caplog)
     assert "--max-tokens is 100000" in caplog.text
 
 
+def test_options_without_effect_are_warned_of(tiny_checkpoint, tiny_llama, tmp_path, caplog):
+    """Each once, with the reason; none of an option that has an effect, now or once a database is built."""
+    of_maps = {"threshold": "0.9", "min_gain": "0.1", "verify_rate": "0.5"}
+    engine_of(tiny_checkpoint, None, cache_dir=str(tmp_path), **of_maps)
+    next(load_engines(read_settings({"cache_dir": str(tmp_path), **of_maps}), tiny_checkpoint))
+    llama = read_checkpoint(tiny_llama)
+    engine_of(llama, None, kv_dir=str(tmp_path / "kv"))
+    assert "no effect" not in caplog.text
+    engine_of(llama, None, **of_maps)
+    for option in ("--threshold", "--min-gain", "--verify-rate"):
+        assert caplog.text.count(f"{option} has no effect without --database: this model has no") == 1
+    caplog.clear()
+    engine_of(tiny_checkpoint, None, kv_dir=str(tmp_path / "none"), kv_memory_bytes=1000)
+    for option in ("--kv-dir", "--kv-memory-bytes"):
+        assert caplog.text.count(f"{option} has no effect, no keys and values are stored: attention") == 1
+
+
 def test_given_threshold_decides_what_hits_and_keeps_no_budget(tiny_checkpoint, tiny_database, tiny_corpus):
     texts = ["my card my card", "the bank was closed today", tiny_corpus[0].text]
     usual, strict = (
