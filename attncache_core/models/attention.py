@@ -116,9 +116,9 @@ def attend(
     if _runs_packed(query, value):
         _attend_packed(query, key, value, offsets, attention_mask, context)
         return
-    # torch's fused operator turns rows of NaN scores into zeros, so inputs with NaN or infinity go by way of
-    # the maps. Summing finds them cheaply: a sum is finite only if all its terms are.
-    if value.device.type == "cpu" and not all(x.sum(dim=0).isfinite().all() for x in (query, key)):
+    # torch's fused operator turns rows of NaN scores, and rows whose scores are all -infinity, into zeros, so
+    # such inputs go by way of the maps.
+    if value.device.type == "cpu" and not _has_finite_scores(query, key):
         maps_of = partial(attention_maps, attention_mask=attention_mask)
         attend_by_maps(maps_of, query, key, value, offsets, context)
         return
@@ -128,6 +128,14 @@ def attend(
         kept = None if masked is None else ~masked
         found = functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, scale=attention_mask.scale)
         context[tokens] = found.transpose(1, 2).flatten(0, 1)
+
+
+def _has_finite_scores(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether all products of Q and K are finite. May be False for very large numbers, too.
+
+    A sum is finite only if all its terms are, and |q . k| is at most half the sum of the squares of q and k.
+    """
+    return all(bool(x.square().sum().isfinite()) for x in (query, key))
 
 
 def _runs_packed(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -217,7 +225,7 @@ def attend_blocks(
     """
     before, device = attention_mask.before, value.device
     # Weight 0 times NaN or infinity is NaN, which must not reach the rows of other sequences.
-    finite = all(bool(x.sum().isfinite()) for x in (query, key, value))
+    finite = _has_finite_scores(query, key) and bool(value.sum().isfinite())
     for block in tree.blocks(before, device) if finite else tree.single_rows(before, device):
         q, k, v = query[None, block.rows], key[None, block.rows], value[None, block.rows]
         if len(block.before):

@@ -37,7 +37,7 @@ static void add_row(float *restrict state, const float *restrict row, int64_t wi
         for (int64_t i = 0; i < width; i++) {
             sum[i] += row[i];
             weighted[i] += weight * row[i];
-            maximum[i] = row[i] > maximum[i] ? row[i] : maximum[i];
+            maximum[i] = larger_number(row[i], maximum[i]);
         }
     if (position == skipped) memcpy(state + STATE_FIRST * width, row, (size_t)width * sizeof(float));
 }

@@ -28,6 +28,7 @@ from core_models import (
 from families import CASES, FULL
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from attncache_core import (
     AttentionDatabase,
@@ -147,6 +148,25 @@ def test_damage_in_a_token_outside_the_pooling_is_reported(tmp_path):
     result = prefill(engine, sequences, reuse=False)
     assert np.isfinite(result.outputs).all()
     assert result.finite.tolist() == [True, False]
+
+
+def test_last_norm_that_overflows_for_some_tokens_is_reported_by_max_pooling(tmp_path):
+    """The maximum must not leave out the tokens whose norm is NaN, also where prefixes are shared."""
+    checkpoint = read_checkpoint(write_llama(tmp_path)).adapted(pooling="max")
+    sequences = [[0, *range(260, 290)], [0, *range(260, 280), 300]]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    branch = model.model.layers[-1].mlp
+    sizes = []
+    branch.register_forward_hook(lambda _, __, made: sizes.append(made[0].norm(dim=-1)))
+    with torch.inference_mode():
+        model(torch.tensor(sequences[:1]))
+    # Squares of rows that are longer than 2^64 sum to more than float32 has.
+    branch.down_proj.weight.data *= 2.0**64 / sizes[0].median()
+    model.save_pretrained(tmp_path)
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    for share in (True, False):
+        result = prefill(replace(engine, share_prefixes=share), sequences, reuse=False)
+        assert result.finite.tolist() == [False, False], share
 
 
 def test_damage_in_the_padding_word_is_not_reported_for_texts_without_it(tmp_path):

@@ -120,7 +120,7 @@ def test_a_vector_does_not_depend_on_its_batch(mode, executor):
         assert torch.equal(pooler(states[10 * index : 10 * index + 10], batch)[0], together[index])
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e38, 1e-30, 0.0])  # 1e38: the length is no float32
 def test_rows_of_any_size_are_scaled_to_unit_length(scale):
     rows = (np.random.default_rng(0).normal(size=(3, 37)) * scale).astype(np.float32)
     expected = rows.astype(np.float64)

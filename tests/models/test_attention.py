@@ -14,10 +14,12 @@ from attncache_core.models.attention import (
     AttentionMask,
     apply_maps,
     attend,
+    attend_blocks,
     attend_by_maps,
     attention_maps,
     product_dtype,
 )
+from attncache_core.text.prefix_tree import shared_prefixes
 
 SCALE = 0.3
 # float32 sums in another order: rows of a map sum to 1, and contexts have magnitude 1.
@@ -213,3 +215,20 @@ def test_a_nan_with_any_bits_makes_the_context_nan(computing, bits):
     with attention_by(computing):
         context = attended(query, key, value, offsets_of([20]))
     assert context[5, 1].isnan().all()
+
+
+@pytest.mark.parametrize("computing", READERS)
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_a_row_whose_scores_are_all_minus_infinity_is_nan(computing, as_tree):
+    """As a softmax gives it. As zeros, the row would be a finite answer that is wrong."""
+    tree = shared_prefixes([[*range(20)], [*range(10), *range(30, 40)]]).tree
+    query, key, value = (x.clone() for x in projected(30))
+    query[5, 1], key[:, 1] = -1e20, 1e20  # the product is beyond float32
+    context = torch.full(value.shape, CANARY)
+    with attention_by(computing):
+        if as_tree:
+            attend_blocks(query, key, value, tree, AttentionMask(SCALE, after=0), context)
+        else:
+            attend(query, key, value, offsets_of([30]), AttentionMask(SCALE), context)
+    assert context[5, 1].isnan().all()
+    assert context.isfinite().sum() == context.numel() - 4
