@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attncache_core import AttnCacheError, InvalidInput, PrefillEngine
+from attncache_core import AttnCacheError, InvalidInput, PrefillEngine, Quantization
 from service.bulk.computing import Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import ChunkReader, open_rows
@@ -68,6 +68,8 @@ def run(
         "device": str(engine.model.device),
         "--batch-tokens": batch_tokens,
         **({"numbers": "logits"} if task.classes else {}),  # scores, in earlier versions
+        # Torch calibrates int8 when the model is loaded, and the last bits depend on its threads.
+        **({"--threads": engine.threads} if engine.checkpoint.quantization is Quantization.INT8 else {}),
         **begun_with,
     }
     with (

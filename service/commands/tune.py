@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
 from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
+from attncache_core.runtime.files import HeldByAnother, locked_at_once
 from service.commands.build import budget_options
 from service.commands.database import overlap
 from service.commands.options import (
@@ -128,7 +131,7 @@ def tune(
     are recorded; the other half measures. Serve the result with `attncache serve --config FILE`. A run that
     was stopped continues when the same command is given again.
     """
-    _require_writable(output, classifier)
+    _require_writable(output)
     plots = _plots(plot) if plot else None
     model = {name: options.pop(name) for name in _OF_MODELS}
     engine: dict[str, Any] = {"dtype": dtype, "threads": threads, "device": device, "max_tokens": max_tokens}
@@ -142,45 +145,61 @@ def tune(
         **engine,
         **options,
     )
-    with shown_progress() as progress:
-        tuning = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure))
-        notes = list(_overlap(tuning))
-        for note in notes:
-            click.echo(note, err=True)
-        report = tuning.run()
-    used = {**model, **engine, "classifier": classifier}
-    write_settings(output, _settings(report, used, output), [*comment(report), *notes])
-    # Behind the settings, which say that the classifier is of a tuning.
-    if report.classifier:
-        report.classifier.save(output.with_suffix(".classifier"))
-    if plots and plot:
-        plots.ways(report, plot.stem)
+    with ExitStack() as stack:
+        with shown_progress() as progress:
+            tuning = Tuning(tuned, TuneEvents(progress, _show_texts, _show_way, _show_failure))
+            stack.enter_context(_only_tuning_of(output))
+            notes = list(_overlap(tuning))
+            for note in notes:
+                click.echo(note, err=True)
+            report = tuning.run()
+        # Before the settings, which name it.
+        if report.classifier:
+            report.classifier.save(_classifier_of(output, report.classifier))
+        used = {**model, **engine, "classifier": classifier}
+        write_settings(output, _settings(report, used, output), [*comment(report), *notes])
+        if plots and plot:
+            plots.ways(report, plot.stem)
     show_report(report)
     click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plot:
         click.echo(f"{plot}, and its figures in {plot.with_suffix('.csv')}")
 
 
-def _require_writable(output: Path, classifier: Path | None) -> None:
-    """Raise InvalidInput unless the files of the settings are missing, or of a tuning.
-
-    classifier: that the operator gives, which must stay as it is.
-    """
+def _require_writable(output: Path) -> None:
+    """Raise InvalidInput unless the file of the settings is missing, or of a tuning."""
     if output.suffix != ".toml":
         raise InvalidInput(f"--output {output} must end in .toml", field="output")
     require_writable(output, "--output")
-    written = output.with_suffix(".classifier")
-    is_given = classifier is not None and classifier.resolve() == written.resolve()
-    if written.exists() and (is_given or not output.exists()):
-        raise InvalidInput(
-            f"--output {output} would write the classifier of the chosen way to {written}, which exists; "
-            "choose another name for --output",
-            field="output",
-        )
     if output.exists() and not output.read_bytes().startswith(f"# {WRITTEN_BY}".encode()):
         raise InvalidInput(
             f"--output {output} exists and was not written by tune; choose another file", field="output"
         )
+
+
+@contextmanager
+def _only_tuning_of(output: Path) -> Iterator[None]:
+    """Be the only tuning with this output while the `with` block runs. Raises InvalidInput, and OSError."""
+    try:
+        with locked_at_once(output.with_name(f".{output.name}.lock")):
+            yield
+    except HeldByAnother as held:
+        holder = "another process" if held.process is None else f"process {held.process}"
+        raise InvalidInput(
+            f"{holder} tunes with --output {output} at present; wait until it has ended, or choose another "
+            "name",
+            field="output",
+        ) from held
+
+
+def _classifier_of(output: Path, classifier: LinearClassifier) -> Path:
+    """Return the folder of a classifier beside the settings.
+
+    Each classifier has a folder of its own: settings of an earlier tuning keep theirs, also if this one is
+    stopped before it has written its settings.
+    """
+    digest = hashlib.sha256(f"{classifier.fingerprint} {classifier.digest()}".encode()).hexdigest()
+    return output.with_suffix(f".{digest[:16]}.classifier")
 
 
 def _plots(plot: Path) -> Plots:
@@ -249,7 +268,7 @@ def _settings(report: TuneReport, options: dict[str, Any], output: Path) -> dict
     way = report.chosen.way if report.chosen else Way(dtype="float32")
     values = {name: value for name, value in options.items() if value != Settings.model_fields[name].default}
     if report.classifier:
-        values["classifier"] = str(output.with_suffix(".classifier").resolve())
+        values["classifier"] = str(_classifier_of(output, report.classifier).resolve())
     if way.dtype:
         values["dtype"] = way.dtype
     if way.quantization:

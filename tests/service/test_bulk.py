@@ -583,6 +583,22 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     assert len(np.load(output)) == 51
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_other_threads_continue_only_an_output_whose_bits_do_not_depend_on_them(
+    arguments, output, monkeypatch, quantization
+):
+    monkeypatch.setattr("attncache_core.runtime.threads.available_processors", lambda: 2)
+    arguments = (*arguments, "--quantize", quantization)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    assert run(*arguments, "--threads", 1).exit_code == 130
+    if quantization == "int8":
+        one_line(run(*arguments), "was begun with --threads 1, not with --threads 2", "use the same options")
+        succeeded(run(*arguments, "--threads", 1))
+    else:
+        succeeded(run(*arguments))
+    assert len(np.load(output)) == 50
+
+
 def test_killed_run_that_saved_no_row_binds_nobody_to_its_options(arguments, output):
     with spool.open_spool(output, 3, {"--later": 1}):
         files = {path: path.read_bytes() for path in (spool.partial(output), spool.progress(output))}

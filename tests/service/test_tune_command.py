@@ -1,6 +1,7 @@
 """`attncache tune`, from a file of texts to settings that `serve --config` takes."""
 
 import json
+import os
 from dataclasses import replace
 from unittest import mock
 
@@ -11,6 +12,7 @@ from core_models import random_text
 
 from attncache_core import LinearClassifier, PrefillEngine, Quantization, UnsupportedModel
 from attncache_core.evaluation.tuning import tune as tuning
+from attncache_core.runtime.files import locked_at_once
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engine
 from service.settings import Settings, gather_settings
@@ -179,13 +181,14 @@ def test_reuse_of_maps_is_served_as_it_was_measured(tiny_checkpoint, texts, tiny
 def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(
     tiny_checkpoint, texts, tmp_path, monkeypatch
 ):
-    output, fitted = tmp_path / "tuned.toml", tmp_path / "fitted"
+    output, fitted = tmp_path / "tuned.toml", tmp_path / "tuned.classifier"
     columns = ("--text-column", "asked", "--label-column", "label")
     succeeded(
         run(
             "fit-classifier", *model_arguments(tiny_checkpoint), "--data", texts, "--output", fitted, *columns
         )
     )
+    given = {path: path.read_bytes() for path in fitted.iterdir()}
     options = ("--classifier", fitted, "--min-agreement", "0.85", *ONE_WAY)
     # It goes on if it is stopped before any of its last files.
     for written in ("service.commands.tune.write_settings", "attncache_core.LinearClassifier.save"):
@@ -194,9 +197,49 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(
             assert tune(tiny_checkpoint, texts, output, *options).exit_code == 130
     succeeded(tune(tiny_checkpoint, texts, output, *options))
     settings, engine = served(output)
-    assert settings.classifier == tmp_path / "tuned.classifier"
+    assert {path: path.read_bytes() for path in fitted.iterdir()} == given
+    assert [settings.classifier] == list(tmp_path.glob("tuned.*.classifier"))
     assert engine.decisions.labels == LinearClassifier.load(fitted).labels == ("card", "other")
     assert engine.info().variant == {"quantization": "int8-weight-only"}
+
+
+def served_digest(path):
+    """Return the digest of the classifier that the settings name."""
+    return LinearClassifier.load(gather_settings({}, path).classifier).digest()
+
+
+def test_settings_keep_their_classifier_if_a_later_run_is_stopped_before_it_writes_its_own(
+    tiny_checkpoint, texts, tmp_path, monkeypatch
+):
+    output = tmp_path / "tuned.toml"
+    rows = [line.split("\t") for line in texts.read_text(encoding="utf-8").splitlines()[1:]]
+    for name, word in (("first", "card"), ("second", "money")):
+        table = tmp_path / f"{name}.tsv"
+        table.write_text("\n".join(["asked\tlabel", *(f"{row[0]}\t{word in row[0]}" for row in rows)]))
+        columns = ("--text-column", "asked", "--label-column", "label")
+        options = ("--data", table, "--output", tmp_path / name, *columns)
+        succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *options))
+    options = ("--min-agreement", "0", *ONE_WAY, "--classifier")
+    succeeded(tune(tiny_checkpoint, texts, output, *options, tmp_path / "first"))
+    first = output.read_bytes()
+    for written in ("service.commands.tune.write_settings", "attncache_core.LinearClassifier.save"):
+        with monkeypatch.context() as patch:
+            patch.setattr(written, mock.Mock(side_effect=KeyboardInterrupt))
+            assert tune(tiny_checkpoint, texts, output, *options, tmp_path / "second").exit_code == 130
+        assert output.read_bytes() == first
+        assert served_digest(output) == LinearClassifier.load(tmp_path / "first").digest()
+    succeeded(tune(tiny_checkpoint, texts, output, *options, tmp_path / "second"))
+    assert served_digest(output) == LinearClassifier.load(tmp_path / "second").digest()
+
+
+def test_two_tunings_with_one_output_are_kept_apart(tiny_checkpoint, texts, tmp_path):
+    output = tmp_path / "tuned.toml"
+    with locked_at_once(tmp_path / ".tuned.toml.lock"):
+        refused = tune(tiny_checkpoint, texts, output, *ONE_WAY)
+        assert refused.exit_code == 2
+        assert f"process {os.getpid()} tunes with --output {output} at present" in refused.stderr
+    assert not {output, output.with_suffix(".json")}.intersection(tmp_path.iterdir())
+    succeeded(tune(tiny_checkpoint, texts, output, *ONE_WAY))
 
 
 def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_checkpoint, texts, tmp_path):
@@ -244,18 +287,13 @@ def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts
         assert output.read_bytes() == written
 
 
-def test_texts_and_classifiers_of_the_operator_are_not_overwritten(tiny_checkpoint, texts, tmp_path):
+def test_texts_of_the_operator_are_not_overwritten(tiny_checkpoint, texts, tmp_path):
     asked = tmp_path / "plot.csv"
     asked.write_bytes(texts.read_bytes().replace(b"\t", b","))
     named = tune(tiny_checkpoint, asked, tmp_path / "tuned.toml", "--plot", tmp_path / "plot.png")
     assert_one_line(named, "--plot would overwrite", "plot.csv", "--texts names")
     other = tune(tiny_checkpoint, texts, tmp_path / "tuned.toml", "--plot", tmp_path / "plot.png")
     assert_one_line(other, "plot.csv", "was not written by tune")
-    classifier = tmp_path / "tuned.classifier"
-    classifier.mkdir()
-    for given in ((), ("--classifier", classifier)):
-        assert_one_line(tune(tiny_checkpoint, texts, tmp_path / "tuned.toml", *given), "tuned.classifier")
-    assert not list(classifier.iterdir())
 
 
 def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):
