@@ -198,15 +198,7 @@ def write_modules(
     dimensions: int = 32,
 ) -> None:
     """Write the files that make a model's folder a sentence-transformers folder."""
-    modules = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
-    paths = ["", "1_Pooling", "2_Normalize"]
-    listed = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate(zip(modules, paths, strict=False))
-    ]
-    for path in paths[1 : len(modules)]:
-        (folder / path).mkdir(parents=True, exist_ok=True)
-    write_json(folder / "modules.json", listed)
+    list_modules(folder, ["1_Pooling", "2_Normalize"] if normalize else ["1_Pooling"])
     flags = {"word_embedding_dimension": dimensions}
     write_json(folder / "1_Pooling/config.json", flags | (pooling or {"pooling_mode_mean_tokens": True}))
     write_json(
@@ -216,6 +208,20 @@ def write_modules(
     write_json(
         folder / "config_sentence_transformers.json", prompts or {"prompts": {}, "default_prompt_name": None}
     )
+
+
+def list_modules(folder: Path, paths: list[str]) -> None:
+    """Write modules.json. paths: of the modules behind the Transformer, as in "1_Pooling"."""
+    listed = [("", "Transformer"), *((path, path.split("_", 1)[1]) for path in paths)]
+    write_json(
+        folder / "modules.json",
+        [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(listed)
+        ],
+    )
+    for path in paths:
+        (folder / path).mkdir(exist_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:

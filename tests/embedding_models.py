@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from core_models import VOCABULARY, write_json, write_tokenizer
+from core_models import VOCABULARY, list_modules, write_json, write_tokenizer
 from published_tokenizers import (
     write_gemma_tokenizer,
     write_modernbert_tokenizer,
@@ -239,20 +239,6 @@ def write_dense(
     save_file(weights, folder / "model.safetensors")
     described = {"in_features": inputs, "out_features": outputs, "bias": bias}
     write_json(folder / "config.json", described | {"activation_function": activation} | config)
-
-
-def list_modules(folder: Path, paths: list[str]) -> None:
-    """Write modules.json. paths: of the modules behind the Transformer, as in "1_Pooling"."""
-    listed = [("", "Transformer"), *((path, path.split("_", 1)[1]) for path in paths)]
-    write_json(
-        folder / "modules.json",
-        [
-            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for number, (path, kind) in enumerate(listed)
-        ],
-    )
-    for path in paths:
-        (folder / path).mkdir(exist_ok=True)
 
 
 def _write_prompts(folder: Path, **described: Any) -> None:

@@ -84,20 +84,12 @@ def test_public_names_are_sorted_constants_before_classes_before_functions():
     assert attncache_core.__all__ == sorted(set(attncache_core.__all__), key=place)
 
 
-def all_errors():
-    return [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, Exception)]
-
-
-def test_every_error_is_public_and_of_one_family():
-    for kind in all_errors():
-        assert issubclass(kind, attncache_core.AttnCacheError)
-        assert kind.__name__ in attncache_core.__all__
-
-
-def test_every_error_has_a_code_of_its_own_a_status_and_a_sentence():
-    kinds = all_errors()
+def test_every_error_is_public_of_one_family_and_has_a_code_of_its_own_a_status_and_a_sentence():
+    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, Exception)]
     assert len({kind.code for kind in kinds}) == len(kinds)
     for kind in kinds:
+        assert issubclass(kind, attncache_core.AttnCacheError)
+        assert kind.__name__ in attncache_core.__all__
         assert 400 <= kind.status < 600
         assert kind.__doc__.strip().endswith(".")
         error = kind("a message", field="model")

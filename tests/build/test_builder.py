@@ -157,16 +157,6 @@ def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_pa
     assert held == {stored}
 
 
-def test_with_too_few_held_out_texts_nothing_is_measured_and_only_recorded_texts_hit(
-    tiny_engine, few_texts, tmp_path
-):
-    database = build(tiny_engine, few_texts, tmp_path / "a.db")
-    assert database.manifest.quality["measured"] == 0
-    assert thresholds(database) == {1.0}
-    assert database.mask.total == 12
-    assert database.verify() == []
-
-
 def test_seed_decides_what_is_held_out(tiny_engine, tiny_corpus, measured, tmp_path):
     other = build(tiny_engine, tiny_corpus, tmp_path / "a.db", heads="6", seed=1)
     assert other.manifest.build["seed"] == 1
@@ -317,12 +307,13 @@ def test_disk_that_fills_up_is_an_error_of_one_line_and_the_build_resumes(
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ([], "has 0 distinct texts"),
-        (["one card"], "has 1 distinct texts"),
-        (["one card"] * 5, "has 1 distinct texts"),
+        ([], "has 0 distinct texts of at most 64 tokens"),
+        (["one card"], "has 1 distinct texts of at most 64 tokens"),
+        (["one card"] * 5, "has 1 distinct texts of at most 64 tokens"),
+        (["one card", "card " * 63], "has 1 distinct texts of at most 64 tokens"),
         (["card", "card card", "card card card"], "no two texts of the corpus have the same"),
     ],
-    ids=["none", "one", "one-again", "no-two-of-one-length"],
+    ids=["none", "one", "one-again", "one-short-enough", "no-two-of-one-length"],
 )
 def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path, texts, words):
     with pytest.raises(BuildFailed, match=words):

@@ -94,11 +94,8 @@ def recorded_sequences(sentences, length) -> list[list[int]]:
     return [*training, *(ids for ids in sentences.sequences if len(ids) == length and ids not in training)]
 
 
-def test_every_length_up_to_the_longest_sentence_has_a_segment(recording, store):
+def test_every_length_has_training_sentences_then_those_held_out_then_prototypes(sentences, recording, store):
     assert recording.lengths == list(store.segments) == list(range(4, 12))
-
-
-def test_training_sentences_come_first_then_those_held_out_then_prototypes(sentences, recording, store):
     for length in recording.lengths:
         segment, sequences = store.segments[length], recorded_sequences(sentences, length)
         for number, ids in enumerate(sequences):

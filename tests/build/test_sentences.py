@@ -14,7 +14,6 @@ from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.build.sentences import FirstInputs, split
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import BuildFailed
 from attncache_core.text.token_batch import pack
 
 MAX_LENGTH = 6
@@ -101,16 +100,6 @@ def test_cut_sentences_are_the_next_longer_training_sentences(corpus, length, mo
     assert sentences.cut_to(length, most) == expected
 
 
-@pytest.mark.parametrize(
-    "corpus",
-    [[], [([1, 2], "a")], [([1, 2], "a"), ([1, 2], "b")], [([1, 2], "a"), ([1] * 7, "b")]],
-    ids=["none", "one", "one twice", "one short enough"],
-)
-def test_too_few_texts_are_refused_with_the_number_and_the_limit(corpus):
-    with pytest.raises(BuildFailed, match=r"has [01] distinct texts of at most 6 tokens"):
-        split_of(corpus)
-
-
 def test_one_long_source_name_does_not_multiply_the_memory():
     corpus = [([1, number], str(number)) for number in range(500)]
     corpus.append(([1], "x" * 20_000))
@@ -164,14 +153,6 @@ def test_each_sequence_is_computed_once(tiny_engine, tmp_path, embedded):
     assert embedded == [tuple(ids) for ids in sequences]
     assert torch.equal(first[2:4], again[:2])
     assert torch.equal(first[0], first[4])
-
-
-def test_number_that_is_not_finite_is_refused(tiny_checkpoint, tmp_path):
-    model = PrefillEngine.load(tiny_checkpoint, dtype="float32").model
-    embed = model.embed
-    model.embed = lambda batch: embed(batch) / 0
-    with pytest.raises(BuildFailed, match="NaN or infinity for a text of 4 tokens"):
-        FirstInputs(model, tmp_path).of(random_sequences([4]))
 
 
 def test_build_computes_the_inputs_of_its_corpus_once(tiny_engine, tiny_corpus, tmp_path, monkeypatch):

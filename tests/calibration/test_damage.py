@@ -66,11 +66,6 @@ def test_joint_damage_of_two_heads_is_half_the_mean_product_of_their_moves(measu
     assert np.linalg.eigvalsh(measured).min() > -1e-12
 
 
-def test_probes_that_are_their_own_donors_have_no_damage(tiny_engine):
-    probes = random_sequences([5, 9, 7], seed=5)
-    np.testing.assert_allclose(joint_of(tiny_engine, probes, probes), 0, atol=1e-6)
-
-
 def test_damage_depends_neither_on_the_order_of_the_probes_nor_on_batches_and_progress_reaches_its_end(
     tiny_engine,
 ):
@@ -146,12 +141,6 @@ def test_rank_keeps_the_order_of_the_records_in_each_layer(table, data):
     rank = reuse_rank(joint, layers, order)
     assert np.argsort(rank, axis=None).tolist() == greedy(joint, next_of_each_layer)
     assert head_order(rank) == tuple(map(tuple, order))
-
-
-def test_second_of_two_heads_with_equal_moves_is_ranked_later():
-    # Heads 0 and 1 move the output equally. Head 2 moves it a little more, in another direction.
-    directions = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.2]])
-    assert reuse_rank(directions @ directions.T / 2, layers=1).tolist() == [[0, 2, 1]]
 
 
 @needs_int8

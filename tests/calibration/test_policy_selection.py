@@ -479,16 +479,6 @@ def test_chosen_mask_is_the_one_whose_hits_save_the_most(measure, least):
     assert (pytest.approx(max(saved)[0]), max(saved)[1]) == (chosen.saved, chosen.mask.total)
 
 
-def test_each_length_group_keeps_the_budget_by_itself():
-    probes, masks, measured = some_probes(count=600)
-    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.95)), masks, measured)
-    assert len(chosen.policy.groups) == 6
-    group_indices = chosen.policy.group_indices(probes.lengths)
-    for group in range(6):
-        fidelity = chosen.fidelity[chosen.served & (group_indices == group)]
-        assert upper_bounds(1 - fidelity, COSINE)[-1] <= 0.05 + 1e-9
-
-
 @pytest.mark.parametrize(("least", "heads"), [(0.5, 12), (0.97, 6), (0.999, 2)])
 def test_with_a_given_threshold_the_largest_mask_inside_the_budget_is_taken_or_the_mildest(least, heads):
     probes, masks, measured = some_probes()

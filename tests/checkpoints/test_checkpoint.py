@@ -11,6 +11,7 @@ import pytest
 from core_models import (
     VOCABULARY,
     flip,
+    list_modules,
     update_json,
     write_json,
     write_model,
@@ -18,7 +19,7 @@ from core_models import (
     write_tokenizer,
 )
 from core_reference import FLOAT32
-from embedding_models import list_modules, write_dense
+from embedding_models import write_dense
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 from transformers.utils import logging

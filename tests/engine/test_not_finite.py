@@ -281,14 +281,6 @@ def corpus():
 OPTIONS = BuildOptions(heads="all", threshold=0.0, training_steps=5)
 
 
-@pytest.fixture(scope="module")
-def database(engine, corpus, tmp_path_factory):
-    """A database of sound texts with θ = 0, so that every text of a recorded length hits."""
-    path = tmp_path_factory.mktemp("databases") / "a.db"
-    build_database(engine, corpus, path, OPTIONS)
-    return AttentionDatabase.open(path)
-
-
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_damaged_texts_do_not_affect_hits_of_their_batch(corpus, tmp_path, folder, dtype, kind):
@@ -311,16 +303,6 @@ def test_damaged_texts_do_not_affect_hits_of_their_batch(corpus, tmp_path, folde
         np.testing.assert_allclose(result.outputs[::2], alone.outputs, atol=tolerance)
 
 
-def test_damage_in_a_text_is_reported_even_if_the_mean_serves_it(engine, database):
-    groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
-    policy = replace(database.search.policy, groups=groups)
-    unsearched = replace(database, search=replace(database.search, policy=policy))
-    reusing = PrefillEngine.load(engine.checkpoint, database=unsearched, dtype="float32")
-    result = prefill(reusing, reusing.tokenize(["my ? card", "my old card"]))
-    assert result.outcomes == (Outcome.PROTOTYPE_HIT,) * 2
-    assert result.finite.tolist() == [False, True]
-
-
 def test_maps_that_are_not_finite_are_not_recorded(engine, corpus, tmp_path):
     with pytest.raises(BuildFailed, match="NaN or infinity for a text of 6 tokens") as refused:
         build_database(engine, [*corpus, CorpusSentence("my new card ?", "")], tmp_path / "a.db", OPTIONS)
@@ -335,18 +317,6 @@ def scoring(folder, labels):
     adapted = {"template": Template("", "\nanswer:"), "label_logits": True, "labels": labels}
     checkpoint = read_checkpoint(folder).adapted(**adapted)
     return PrefillEngine.load(checkpoint, dtype="float32")
-
-
-def test_damage_is_reported_per_sequence_of_a_text(tiny_llama, tmp_path):
-    labels = ["bank account lost", "zebra"]
-    account = scoring(tiny_llama, labels).decisions.label_tokens.tokens[0][1]
-    engine = scoring(damage_weights(shutil.copytree(tiny_llama, tmp_path / "damaged"), account), labels)
-    sequences = engine.tokenize(["money"], prompt=engine.decisions.label_tokens.prompt)
-    result = prefill(
-        engine, sequences, reuse=False, plans=engine.decisions.label_tokens.prompt.sequence_plans
-    )
-    assert [account in ids for ids in sequences] == [False, True]
-    assert result.finite.tolist() == [True, False]
 
 
 def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(tiny_llama, tmp_path):

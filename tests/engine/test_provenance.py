@@ -1,14 +1,11 @@
 """An engine's fingerprint changes if the full model's answers change, and only then."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_models import write_json, write_sentence_transformer
 
 from attncache_core import AttentionDatabase, LinearClassifier, Quantization, find_variant, fit_classifier
-from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.prefill import PrefillEngine
 
@@ -44,23 +41,6 @@ def test_every_way_of_use_variant_and_limit_has_its_own_fingerprint(tiny_checkpo
     assert len(prints) == len(ways) + 1
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        {"settings": {"do_lower_case": True}},
-        {"settings": {"max_seq_length": 20}},
-        {"pooling": {"pooling_mode_max_tokens": True}},
-        {"prompts": {"prompts": {"ask": "query: "}, "default_prompt_name": None}},
-        {"prompts": {"prompts": {"ask": "query: "}, "default_prompt_name": "ask"}},
-        {"seed": 1},
-        {"hidden_act": "relu"},
-    ],
-    ids=str,
-)
-def test_fingerprint_changes_with_the_files_of_the_model(tmp_path, usual, folder):
-    assert fingerprint(read_checkpoint(write_sentence_transformer(tmp_path / "tiny-bert", **folder))) != usual
-
-
 def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, usual):
     classifiers = [
         fitted(tiny_checkpoint, ["a", "b"]),
@@ -82,12 +62,3 @@ def test_fingerprint_does_not_depend_on_name_rounding_threads_or_reuse(tiny_chec
     assert fingerprint(tiny_checkpoint, dtype="bfloat16") == usual
     assert fingerprint(tiny_checkpoint, threads=1) == usual
     assert fingerprint(tiny_checkpoint, database=AttentionDatabase.open(tiny_database)) == usual
-
-
-def test_fingerprint_does_not_change_after_loading(tiny_checkpoint, tmp_path, usual):
-    engine = PrefillEngine.load(
-        read_checkpoint(shutil.copytree(tiny_checkpoint.folder, tmp_path / "tiny-bert")), dtype="float32"
-    )
-    assert engine.fingerprint == usual
-    write_json(tmp_path / "tiny-bert/tokenizer_config.json", {"model_max_length": 7})
-    assert engine.info().fingerprint == usual

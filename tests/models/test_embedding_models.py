@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from core_models import COMPUTING, attention_by, flip, update_json, write_json
+from core_models import COMPUTING, attention_by, flip, list_modules, update_json, write_json
 from core_reference import FLOAT32
-from embedding_models import EMBEDDING_MODELS, GEMMA_PROMPTS, QWEN_QUERY, list_modules, write_dense
+from embedding_models import EMBEDDING_MODELS, GEMMA_PROMPTS, QWEN_QUERY, write_dense
 from published_tokenizers import CORPUS
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer

@@ -19,8 +19,6 @@ from attncache_core import (
     fit_classifier,
     normalize,
 )
-from attncache_core.build.builder import build_database
-from attncache_core.build.options import BuildOptions
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import read_gate
 from attncache_core.reuse.maps.policy import Budget
@@ -32,18 +30,9 @@ from service.settings import read_settings
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
-@pytest.fixture(scope="module")
-def calibratable(tiny_engine, tiny_corpus, tmp_path_factory):
-    """A database with a given policy. Tests must not change the database."""
-    folder = tmp_path_factory.mktemp("databases") / "given.db"
-    options = BuildOptions(heads="12", threshold=0.9, prototypes=4, training_steps=20)
-    build_database(tiny_engine, tiny_corpus, folder, options)
-    return folder
-
-
 @pytest.fixture
-def database(calibratable, tmp_path):
-    return Path(shutil.copytree(calibratable, tmp_path / "a.db"))
+def database(tiny_prototypes_database, tmp_path):
+    return Path(shutil.copytree(tiny_prototypes_database, tmp_path / "a.db"))
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +64,17 @@ def calibrate(checkpoint, database, *arguments):
 
 
 @pytest.fixture(scope="module")
-def calibrated(tiny_checkpoint, calibratable, files, tmp_path_factory, fixed_costs):  # noqa: ARG001 - savings
+def calibrated(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory, fixed_costs):  # noqa: ARG001
     """A calibrated database, and what the command printed. Tests must not change the database."""
-    database = shutil.copytree(calibratable, tmp_path_factory.mktemp("databases") / "calibrated.db")
+    database = tmp_path_factory.mktemp("databases") / "calibrated.db"
+    shutil.copytree(tiny_prototypes_database, database)
     return database, succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
 
 
-def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(calibratable, calibrated):
+def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(tiny_prototypes_database, calibrated):
     database, text = calibrated
-    before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
+    folders = (tiny_prototypes_database, database)
+    before, after = (AttentionDatabase.open(folder).manifest for folder in folders)
     assert after.policy != before.policy
     assert after.policy.budget == Budget(Measure.COSINE, 0.8)
     assert (after.quality["measured"], after.quality["left_out"]) == (90, 30)
@@ -113,19 +104,6 @@ def test_harmed_hits_of_other_texts_are_shown_if_the_budget_limits_them(budget, 
     worst = {"kind": "numbers", "hits": 20, "mean": 0.99}
     figures = {"kinds": 5, "hits": 40, "harmed": 2, "harmed_at_most": 0.033, "worst": worst}
     assert said in _left_out(figures, budget)
-
-
-def test_calibrating_again_forgets_what_a_server_had_tightened_and_changes_nothing_else(
-    tiny_checkpoint, calibrated, files, tmp_path
-):
-    database = shutil.copytree(calibrated[0], tmp_path / "again.db")
-    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
-    engine.map_reuse.tighten(0)
-    engine.map_reuse.keep_verified({})
-    assert (database / "tightened.json").exists()
-    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
-    assert not (database / "tightened.json").exists()
-    assert (database / "manifest.json").read_bytes() == (calibrated[0] / "manifest.json").read_bytes()
 
 
 def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint, database, files):
@@ -219,13 +197,20 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     assert not list(database.glob("decisions*"))
 
 
-def assert_refused(result, database, calibratable, *words):
-    assert_one_line(result, *words)
-    assert (database / "manifest.json").read_bytes() == (calibratable / "manifest.json").read_bytes()
+@pytest.fixture
+def assert_refused(database):
+    """Check that a command failed in one line and left the database as it was."""
+    before = (database / "manifest.json").read_bytes()
+
+    def check(result, *words):
+        assert_one_line(result, *words)
+        assert (database / "manifest.json").read_bytes() == before
+
+    return check
 
 
 def test_labels_and_classifiers_that_do_not_fit_are_refused(
-    tiny_checkpoint, tiny_classifier_checkpoint, tiny_engine, calibratable, database, files, tmp_path
+    tiny_checkpoint, tiny_classifier_checkpoint, tiny_engine, assert_refused, database, files, tmp_path
 ):
     good = fitted(tiny_engine, ["my card", "the bank"], tmp_path / "classifier")
     embeddings = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
@@ -241,7 +226,7 @@ def test_labels_and_classifiers_that_do_not_fit_are_refused(
         (own_classes, ("--labels", "a,b"), "is a classifier and has labels of its own"),
     ):
         result = calibrate(checkpoint, database, "--texts", files / "texts.txt", *options)
-        assert_refused(result, database, calibratable, *words)
+        assert_refused(result, *words)
 
 
 @pytest.mark.parametrize(
@@ -253,13 +238,13 @@ def test_labels_and_classifiers_that_do_not_fit_are_refused(
     ],
 )
 def test_too_few_texts_to_prove_the_budget_are_refused_with_the_number_needed(
-    tiny_checkpoint, calibratable, database, unseen, tiny_corpus, tmp_path, budget, needed
+    tiny_checkpoint, assert_refused, database, unseen, tiny_corpus, tmp_path, budget, needed
 ):
     texts = tmp_path / "few.txt"
     texts.write_text("\n".join([*unseen[:19], *unseen[:5], tiny_corpus[0].text, PRIVATE]), encoding="utf-8")
     result = calibrate(tiny_checkpoint, database, "--texts", texts, *budget)
     words = ("19 of the texts", f"at least {needed} such texts are needed, so give more texts")
-    assert_refused(result, database, calibratable, *words)
+    assert_refused(result, *words)
     assert ("min_text_cosine 0, or a smaller min_agreement, needs fewer" in result.stderr) == (needed > 20)
 
 
@@ -276,13 +261,13 @@ def test_too_few_texts_to_prove_the_budget_are_refused_with_the_number_needed(
     ],
 )
 def test_bad_option_is_one_line(
-    tiny_checkpoint, calibratable, database, tmp_path, monkeypatch, options, words
+    tiny_checkpoint, assert_refused, database, tmp_path, monkeypatch, options, words
 ):
     monkeypatch.chdir(tmp_path)
-    assert_refused(calibrate(tiny_checkpoint, database, *options), database, calibratable, *words)
+    assert_refused(calibrate(tiny_checkpoint, database, *options), *words)
 
 
-def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):
+def test_longest_text_is_what_the_option_says(tiny_checkpoint, tiny_prototypes_database, database, files):
     """Texts with the same first tokens are one text if texts are cut to five tokens."""
     texts = (files / "texts.txt").read_text(encoding="utf-8").splitlines()
     options = ("--max-tokens", "5", "--min-cosine", "0.5", "--min-text-cosine", "0")
@@ -290,7 +275,7 @@ def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, dat
     quality = json.loads((database / "manifest.json").read_text(encoding="utf-8"))["quality"]
     first_words = {" ".join(text.split()[:3]) for text in texts}
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=5)
-    store = AttentionDatabase.open(calibratable).search.store
+    store = AttentionDatabase.open(tiny_prototypes_database).search.store
     unseen = [words for words in first_words if store.record_of(engine.tokenize([words])[0]) is None]
     assert quality["measured"] == len(unseen)
     assert {group["lengths"] for group in quality["groups"]} == {"1-"}

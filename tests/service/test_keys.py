@@ -260,11 +260,23 @@ async def test_request_that_a_guess_refuses_counts_as_none():
     assert (await refused(use))[0] == "requests_per_minute"
 
 
-@pytest.mark.parametrize(("in_flight", "words"), [(1, "1 request in flight"), (2, "2 requests in flight")])
-async def test_refusal_says_how_many_requests_are_in_flight(in_flight, words):
-    use = use_of(Quotas(in_flight=in_flight), Clock())
-    await begin(use, in_flight)
-    with pytest.raises(QuotaExceeded, match=f"the key has {words}, which is all"):
+@pytest.mark.parametrize(
+    ("quota", "words"),
+    [
+        (Quotas(in_flight=1), "has 1 request in flight, which is all"),
+        (Quotas(in_flight=2), "has 2 requests in flight, which is all"),
+        (Quotas(requests_per_minute=2), "may ask for 2 requests per minute"),
+        (Quotas(tokens_per_minute=2), "may ask for 2 tokens per minute"),
+    ],
+)
+async def test_refusal_names_the_quota_that_another_process_has_used_up(quota, words):
+    store = LocalStore()
+    use, other = (use_of(quota, Clock(), store) for _ in range(2))
+    for _ in range(2 if quota.in_flight is None else quota.in_flight):
+        await other.begin()
+        if quota.in_flight is None:
+            await other.end(1)
+    with pytest.raises(QuotaExceeded, match=f"the key {words}"):
         await use.begin()
 
 
@@ -690,7 +702,7 @@ async def test_two_keys_share_no_stored_keys_and_values(folder, file):
         assert salted.headers[CACHED] == f"0/{tokens}"
 
 
-async def test_two_keys_share_no_results(file):
+async def test_two_keys_share_no_results_and_no_session(file):
     engine = FakeEngine()
     async with serving(engine, api_keys=file, result_memory_bytes=2**20) as client:
         for key in (ONE, ONE, TWO, TWO):
@@ -698,17 +710,12 @@ async def test_two_keys_share_no_results(file):
         labels = {"inputs": "text", "labels": ["red", "blue"]}
         for key in (ONE, TWO):
             await client.post("/classify", json=labels, headers=bearer(key))
-    assert engine.batches.count(["equal"]) == 2
-    assert engine.batches.count(["red", "blue"]) == 2
-
-
-async def test_two_keys_share_no_session(file):
-    async with serving(api_keys=file) as client:
-        begun = {"session_id": "42", "transcript": "first"}
-        assert (await ask(client, ONE, **begun)).status_code == 200
+        assert (await ask(client, ONE, session_id="42", transcript="first")).status_code == 200
         turn = {"session_id": "42", "append": " second"}
         assert (await ask(client, TWO, **turn)).json()["error"]["code"] == "unknown_session"
         assert (await ask(client, ONE, **turn)).status_code == 200
+    assert engine.batches.count(["equal"]) == 2
+    assert engine.batches.count(["red", "blue"]) == 2
 
 
 async def test_operator_warms_for_a_key(folder, file):

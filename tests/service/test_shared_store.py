@@ -270,30 +270,6 @@ def test_history_with_tokens_or_a_cut_that_cannot_be_is_none(ids, cut):
 # Quotas of several processes.
 
 
-async def test_quotas_hold_over_all_processes(tmp_path):
-    quotas = Quotas(requests_per_minute=5, tokens_per_minute=100, in_flight=3)
-    stores = [SqliteStore(tmp_path / "s.sqlite") for _ in range(2)]
-    uses = [QuotaUse("client", quotas, store, max_seconds=100) for store in stores]
-    for use in (uses[0], uses[1], uses[1]):
-        await use.begin()
-    for use in uses:
-        with pytest.raises(QuotaExceeded, match="3 requests in flight"):
-            await use.begin()
-    await uses[1].end(1)
-    await uses[0].begin()
-    await uses[0].end(1)
-    await uses[1].begin()
-    await uses[0].end(150)
-    for use in uses:
-        with pytest.raises(QuotaExceeded, match="5 requests per minute"):
-            await use.begin()
-    other, same = (QuotaUse("other", quotas, store, max_seconds=100) for store in stores)
-    await other.begin()
-    await other.end(150)
-    with pytest.raises(QuotaExceeded, match="100 tokens per minute"):
-        await same.begin()
-
-
 async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_than_a_request_takes():
     store, clock = LocalStore(), Clock()
     killed, other = (
@@ -381,15 +357,6 @@ async def test_lock_ends_with_the_longest_time_of_a_request_if_the_file_failed_w
     assert not await second.lock(session)
     clock.seconds += 2
     assert await second.lock(session)
-
-
-async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path):
-    first, second = two_processes(tmp_path)
-    session, history = (b"", "s"), History((array("i", [1]),))
-    before = await first.history(session)
-    await second.keep(session, None, history)
-    assert await first.keep(session, before, History()) == "changed"
-    assert await first.history(session) == history.written()
 
 
 # A file that fails.

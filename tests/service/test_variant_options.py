@@ -165,9 +165,10 @@ def test_classifier_is_bound_to_what_is_dropped(files, tiny_checkpoint, pruned, 
         (("--drop-attention", "3"), "drop_attention: the model has layers 0 to 2"),
         (("--drop-block", PRIVATE), "drop_block: layers are written like"),
         (("--drop-attention", "0-2"), "at least one layer must keep its attention"),
+        (("--quantize", "int3"), "'int8', 'int8-weight-only'"),
     ],
 )
-def test_layers_that_cannot_be_dropped_are_refused_in_one_line(tiny_checkpoint, command, given, words):
+def test_variant_that_there_is_not_is_refused_in_one_line(tiny_checkpoint, command, given, words):
     assert_one_line(run(*command, *model_arguments(tiny_checkpoint), *given), words)
 
 
@@ -296,9 +297,3 @@ def test_quantisation_by_its_name_is_the_same_and_an_unknown_one_is_refused(tiny
         find_variant(folder, quantization="int3")
     with pytest.raises(InvalidInput, match="quantization_texts must be a list"):
         find_variant(folder, quantization="int8", quantization_texts="a text of more than 16 characters")
-
-
-def test_unknown_quantisation_is_refused_with_the_known_ones(tiny_checkpoint):
-    result = run("build", *model_arguments(tiny_checkpoint), "--quantize", "int3")
-    assert result.exit_code == 2
-    assert "'int8', 'int8-weight-only', 'int4'" in result.stderr
