@@ -156,8 +156,10 @@ void scale_to_unit_length(const float *from, float *to, int64_t count, int64_t w
     for (int64_t r = 0; r < count; r++, from += width, to += width) {
         double squares = 0;
         for (int64_t i = 0; i < width; i++) squares += (double)from[i] * from[i];
-        // In float32, the length of a row of finite numbers could be infinite.
-        const double length = __builtin_sqrt(squares), divisor = length > 1e-12 ? length : 1e-12;
-        for (int64_t i = 0; i < width; i++) to[i] = (float)(from[i] / divisor);
+        // Finite numbers may have a length that no float32 has. Such a row is made smaller, which is exact.
+        const float scale = squares > (double)__FLT_MAX__ * __FLT_MAX__ ? 0x1p-64f : 1.0f;
+        const float length = (float)(__builtin_sqrt(squares) * scale);
+        const float divisor = length > 1e-12f ? length : 1e-12f;
+        for (int64_t i = 0; i < width; i++) to[i] = scale * from[i] / divisor;
     }
 }
