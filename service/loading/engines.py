@@ -49,7 +49,7 @@ from service.errors import reason_of
 from service.loading.rebuild import build_while_serving
 from service.loading.summary import expected_savings
 from service.loading.warm_file import read_warm_file, warm
-from service.settings import STORED_KEY_VALUES, Settings
+from service.settings import Settings
 from service.state import Loaded
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _warn_of_options_without_effect(engine: PrefillEngine, settings: Settings) -
     """Log which given options of reuse have no effect with this model."""
     if engine.key_values is None:
         reason = engine.key_values_off
-        for option in settings.given(STORED_KEY_VALUES):
+        for option in settings.given(("kv_dir", "kv_disk_bytes", "kv_disk_dtype")):
             logger.warning("%s has no effect, no keys and values are stored: %s", option, reason)
     if settings.maps and settings.database is None and not _takes_default(settings, engine.checkpoint):
         # --verify-rate has an effect on blended chunks.

@@ -10,13 +10,12 @@ network.py, connections.py, model.py, limits.py or reuse.py.
 
 from service.settings.names import CONFIG_VARIABLE, environment_name, option_name
 from service.settings.reading import REMOVED_FIELDS, gather_settings, read_settings, refuse_unknown_variables
-from service.settings.settings import GROUPS, STORED_KEY_VALUES, Settings
+from service.settings.settings import GROUPS, Settings
 
 __all__ = [
     "CONFIG_VARIABLE",
     "GROUPS",
     "REMOVED_FIELDS",
-    "STORED_KEY_VALUES",
     "Settings",
     "environment_name",
     "gather_settings",

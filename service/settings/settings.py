@@ -18,8 +18,7 @@ from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 # Fields that say how attention maps, or keys and values, are reused.
 _OF_MAPS = ("database", "threshold", "min_gain", "sample")
 _OF_SAMPLE = ("sample_texts", "sample_half_life_hours", "renew_hours")
-STORED_KEY_VALUES = ("kv_memory_bytes", "kv_dir", "kv_disk_bytes", "kv_disk_dtype")
-_OF_KEY_VALUES = (*STORED_KEY_VALUES, "warm", "blend")
+_OF_KEY_VALUES = ("kv_memory_bytes", "kv_dir", "kv_disk_bytes", "kv_disk_dtype", "warm", "blend")
 # Uses of --shared, and a switch without which nothing is shared for them.
 _SWITCHES_OF_USES = (("kv", "kv"), ("kv", "reuse"), ("findings", "maps"), ("findings", "reuse"))
 

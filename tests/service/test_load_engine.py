@@ -63,8 +63,10 @@ def test_options_without_effect_are_warned_of(tiny_checkpoint, tiny_llama, tmp_p
     for option in ("--threshold", "--min-gain", "--verify-rate"):
         assert caplog.text.count(f"{option} has no effect without --database: this model has no") == 1
     caplog.clear()
-    engine_of(tiny_checkpoint, None, kv_dir=str(tmp_path / "none"), kv_memory_bytes=1000)
-    for option in ("--kv-dir", "--kv-memory-bytes"):
+    # A bound of memory holds also if none is taken; --workers sets one.
+    engine_of(tiny_checkpoint, None, kv_dir=str(tmp_path / "none"), kv_disk_bytes=1000, kv_memory_bytes=1000)
+    assert "--kv-memory-bytes" not in caplog.text
+    for option in ("--kv-dir", "--kv-disk-bytes"):
         assert caplog.text.count(f"{option} has no effect, no keys and values are stored: attention") == 1
 
 
