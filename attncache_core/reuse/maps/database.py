@@ -45,10 +45,10 @@ from attncache_core.models.refitted import REFITTED, LastProducts, read_refitted
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
 from attncache_core.reuse.maps.generations import (
+    CURRENT,
     Generation,
     Result,
     current_generation,
-    current_path,
     kept_generations,
     read_renewals,
     require_database,
@@ -375,7 +375,7 @@ def with_remedy(error: AttnCacheError, generation: Generation) -> str:
     elif others and min(others) < generation.number:
         remedy = f"go back to the generation before by `attncache renew {root} --rollback`"
     elif others:
-        current = current_path(root)
+        current = root / CURRENT
         remedy = f"to let generation {others[-1]} serve, write this number and a line feed into {current}"
     else:
         remedy = f"remove {root} and build it again (a server replaces its default one by itself)"
