@@ -86,7 +86,7 @@ def renew_database(
         present = AttentionDatabase.open(folder)
         options = _options_like(present, synthetic_only or texts is None)
         engine = load(None)
-        present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+        present.require_fingerprint(engine.checkpoint)
         present.require_use(engine.checkpoint)
         if present.decisions is not None and engine.classifier is None:
             raise InvalidInput(

@@ -72,7 +72,7 @@ def _calibrate(
     budget: Budget,
     progress: Progress,
 ) -> dict[str, Any]:
-    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    database.require_fingerprint(engine.checkpoint)
     store, manifest = database.search.store, database.manifest
     unseen = unrecorded(database, sequences, field="texts", needed=texts_needed(budget))
     probes = find_probes(engine.model, database.search, unseen)

@@ -92,6 +92,6 @@ def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: 
 
 def map_reuse_of(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:
     """Return the reuse strategy of a database. Raises DatabaseRefused if it belongs to another model."""
-    database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+    database.require_fingerprint(checkpoint)
     database.require_use(checkpoint)
     return MapReuse(database)

@@ -181,7 +181,7 @@ class RemoteDatabase:
             if _is_named(generation, pointer):
                 with self._refused_by_url(generation.folder), suppress(CorruptDatabase):
                     database = AttentionDatabase.open_generation(generation)
-                    database.require_fingerprint(self._checkpoint.fingerprint(), self._checkpoint.name)
+                    database.require_fingerprint(self._checkpoint)
                     return generation
         return None
 
@@ -213,9 +213,7 @@ class RemoteDatabase:
                 self._file(pointer, "manifest.json", target)
                 with self._refused_by_url(target):
                     manifest = Manifest.read(target)
-                    manifest.require_fingerprint(
-                        target, self._checkpoint.fingerprint(), self._checkpoint.name
-                    )
+                    manifest.require_fingerprint(target, self._checkpoint)
                 yield from self._download(pointer, target)
             except OSError as error:
                 if error.errno == errno.ENOSPC:

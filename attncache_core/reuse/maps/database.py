@@ -165,7 +165,7 @@ class AttentionDatabase:
             policy,
             familiarity,
         )
-        for wrong in inconsistencies(folder, search, manifest.records, manifest.prototypes, manifest.files):
+        for wrong in inconsistencies(folder, search, manifest):
             raise CorruptDatabase(wrong, field="database")
         require_stored_heads(mask, manifest.stored_heads)
         # The weights were fitted to the manifest's mask, and measured with its policy.
@@ -316,9 +316,9 @@ class AttentionDatabase:
                 field="classifier",
             )
 
-    def require_fingerprint(self, fingerprint: str, model: str) -> None:
-        """Raise DatabaseRefused unless the database was built for the model with this fingerprint."""
-        self.manifest.require_fingerprint(self.folder, fingerprint, model)
+    def require_fingerprint(self, checkpoint: Checkpoint) -> None:
+        """Raise DatabaseRefused unless the database was built for this model."""
+        self.manifest.require_fingerprint(self.folder, checkpoint)
 
     def require_width(self, hidden_size: int) -> None:
         """Raise DatabaseRefused unless the projector reads hidden states with this many numbers."""
