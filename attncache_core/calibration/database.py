@@ -79,10 +79,9 @@ def _calibrate(
     sample = probes.sample(MAX_DAMAGE_PROBES)
     order = manifest.mask.order
     model = model_for_damage(engine)
-    batches = stored_batches(model, store, order, sample, sample.most_similar())
     joint = joint_damage(
         model,
-        [make for _, make in batches],
+        stored_batches(model, store, order, sample, sample.most_similar()),
         engine.decisions.comparator(budget.measure).comparable,
         partial(progress, "measuring heads"),
     )
