@@ -161,7 +161,7 @@ def partial_folder(folder: Path) -> Path:
 
 def _require_continuable(database: AttentionDatabase, engine: PrefillEngine, options: BuildOptions) -> None:
     """Raise DatabaseRefused or InvalidInput unless the training of the database's projector can go on."""
-    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    database.require_fingerprint(engine.checkpoint)
     dimensions = database.search.projector.dimensions
     if dimensions != options.dimensions:
         raise InvalidInput(

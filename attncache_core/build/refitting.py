@@ -27,7 +27,6 @@ from attncache_core.models.projections import LinearWeights
 from attncache_core.models.refitted import (
     LastProducts,
     last_products,
-    refittable_layers,
     with_last_products,
 )
 from attncache_core.reuse.execution.reused_maps import ReusedMaps
@@ -77,9 +76,10 @@ class Refitting:
         None if the weights of the model's family cannot be refitted, or if there are too few sentences.
         """
         model = self._engine.model
-        layers = refittable_layers(model)
-        tokens = sum(map(len, self._sequences))
-        if layers is None or tokens < _MIN_ROWS * _inputs(layers):
+        held = [products for layer in model.layers if (products := last_products(layer))]
+        # Of the products to fit, the largest number of inputs.
+        inputs = max((part.weight.shape[1] for products in held for part in products), default=0)
+        if len(held) < len(model.layers) or sum(map(len, self._sequences)) < _MIN_ROWS * inputs:
             return None
         states = []
         for indices in token_passes([len(ids) for ids in self._sequences]):
@@ -88,7 +88,10 @@ class Refitting:
             states.append(_States(batch, hidden, hidden))
         reused_maps = self._reused_maps(mask)
         with quantizing(self._engine.checkpoint.quantization):
-            return [_refit(layer, number, states, reused_maps) for number, layer in enumerate(layers)]
+            return [
+                _refit(layer, number, products, states, reused_maps)
+                for number, (layer, products) in enumerate(zip(model.layers, held, strict=True))
+            ]
 
     def _reused_maps(self, mask: ReuseMask) -> ObservedMaps:
         """Return a source of maps that replaces the maps of the mask's heads by the mean of the length."""
@@ -103,18 +106,15 @@ class Refitting:
         return ObservedMaps(replace)
 
 
-def _inputs(layers: Sequence[AttentionLayer]) -> int:
-    """Return the largest number of inputs of the products to fit."""
-    products = [last_products(layer) for layer in layers]
-    return max(part.weight.shape[1] for parts in products if parts is not None for part in parts)
-
-
 def _refit(
-    layer: AttentionLayer, number: int, states: Sequence[_States], reused_maps: ObservedMaps
+    layer: AttentionLayer,
+    number: int,
+    held: LastProducts,
+    states: Sequence[_States],
+    reused_maps: ObservedMaps,
 ) -> LastProducts:
-    """Return the products of hits in a layer, and move the states behind the layer."""
-    held, (half,) = last_products(layer), layer.halves
-    assert held is not None
+    """Return the products of hits in a layer, which replace `held`, and move the states behind the layer."""
+    (half,) = layer.halves
     assert isinstance(half.network, Network)
     contexts, ridge = [], _Ridge(held.output)
     for state in states:

@@ -44,18 +44,13 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result
 from attncache_core.reuse.maps.publishing import (
-    building_folder,
-    clear_workspace,
+    SAMPLED,
+    begin_building,
     decide,
-    has_inputs,
-    inputs_path,
     now,
     renewing,
-    sampled_path,
-    workspace,
 )
 from attncache_core.reuse.storage.layout import MapForm
-from attncache_core.runtime.files import PRIVATE, write_whole
 
 _HELD_OUT_SHARE = 10  # one of so many texts, the newest
 _SAMPLE_KEPT_SECONDS = 24 * 3600
@@ -91,7 +86,7 @@ def renew_database(
         present = AttentionDatabase.open(folder)
         options = _options_like(present, synthetic_only or texts is None)
         engine = load(None)
-        present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+        present.require_fingerprint(engine.checkpoint)
         present.require_use(engine.checkpoint)
         if present.decisions is not None and engine.classifier is None:
             raise InvalidInput(
@@ -214,7 +209,7 @@ def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> No
 
 def _sampled(folder: Path, engine: PrefillEngine, present: AttentionDatabase) -> list[SampledText]:
     """Return the texts of a renewal that was stopped, or of the sample. Raises InvalidInput, and OSError."""
-    kept = sampled_path(folder)
+    kept = folder / SAMPLED
     # Texts of a clock that was ahead would count as new until that time has come.
     is_fresh = (
         kept.is_file() and -_MAX_AHEAD_SECONDS <= time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS
@@ -281,13 +276,12 @@ def _build(
     if present.decisions:
         inputs.append(present.decisions.digest())
     digest = _digest(inputs).encode()
-    if not has_inputs(folder, digest):
-        clear_workspace(folder)
-        workspace(folder).mkdir(mode=PRIVATE)
+
+    def keep_sample() -> None:
         if texts.sampled:
-            write_log(sampled_path(folder), texts.sampled)
-        write_whole(inputs_path(folder), digest)
-    target = building_folder(folder)
+            write_log(folder / SAMPLED, texts.sampled)
+
+    target = begin_building(folder, digest, keep_sample)
     if target.is_dir() and not _opens(target):
         shutil.rmtree(target)
     build_database(engine, texts.training, target, options, progress, keep_existing=True, start_from=present)

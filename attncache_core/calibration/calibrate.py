@@ -17,7 +17,7 @@ Steps 5 to 7 are skipped if the operator sets θ. `build.builder` calls `calibra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ from attncache_core.calibration.strangeness_limit import (
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.models.refitted import LastProducts, refitted_alone
+from attncache_core.models.refitted import LastProducts, refitted_layers
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, uniform_policy
 from attncache_core.reuse.maps.search import SearchEngine
@@ -215,8 +215,10 @@ class _Trials:
         products: the weights that hits take; None: the model's.
         """
         comparator, model = self.engine.decisions.comparator(self.terms.budget.measure), self.engine.model
-        quantization, on_pass = self.engine.checkpoint.quantization, partial(self._progress, stage)
-        hit_model = refitted_alone(model, products, quantization) if products else None
+        hit_model, on_pass = model, partial(self._progress, stage)
+        if products:
+            layers = refitted_layers(model, products, self.engine.checkpoint.quantization)
+            hit_model = replace(model, layers=layers)
         return measure(model, self.search.store, probes, masks, comparator, on_pass, kinds, hit_model)
 
 

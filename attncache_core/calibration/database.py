@@ -72,17 +72,16 @@ def _calibrate(
     budget: Budget,
     progress: Progress,
 ) -> dict[str, Any]:
-    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    database.require_fingerprint(engine.checkpoint)
     store, manifest = database.search.store, database.manifest
     unseen = unrecorded(database, sequences, field="texts", needed=texts_needed(budget))
     probes = find_probes(engine.model, database.search, unseen)
     sample = probes.sample(MAX_DAMAGE_PROBES)
     order = manifest.mask.order
     model = model_for_damage(engine)
-    batches = stored_batches(model, store, order, sample, sample.most_similar())
     joint = joint_damage(
         model,
-        [make for _, make in batches],
+        stored_batches(model, store, order, sample, sample.most_similar()),
         engine.decisions.comparator(budget.measure).comparable,
         partial(progress, "measuring heads"),
     )

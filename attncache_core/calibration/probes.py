@@ -159,18 +159,18 @@ def stored_batches(
     order: Sequence[Sequence[int]],
     probes: Probes,
     records: np.ndarray,
-) -> list[tuple[np.ndarray, Callable[[], ProbeBatch]]]:
-    """Divide the probes that have a record into batches of limited size.
+) -> list[Callable[[], ProbeBatch]]:
+    """Return functions that each compute one batch of the probes that have a record, in their order.
 
-    Returns for each batch the indices of its probes and a function that computes the batch. order: layer ->
-    the heads in the order of the records. records: the donor of each probe, int64 [probes], -1 for none.
+    order: layer -> the heads in the order of the records. records: the donor of each probe, int64 [probes],
+    -1 for none.
     """
 
     def make(indices: np.ndarray) -> ProbeBatch:
         batch = pack([probes.sequences[index] for index in indices])
         return probed(model, batch, stored_maps(store, order, batch, records[indices]))
 
-    return [(indices, partial(make, indices)) for indices in _passes(probes, records)]
+    return [partial(make, indices) for indices in _passes(probes, records)]
 
 
 def _passes(probes: Probes, records: np.ndarray) -> list[np.ndarray]:

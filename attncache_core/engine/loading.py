@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.engine.blending import SWITCHED_OFF
 from attncache_core.errors import DatabaseRefused, UnsupportedModel
 from attncache_core.models import PackedModel, load_model
-from attncache_core.models.refitted import with_refitted
+from attncache_core.models.refitted import refitted_layers
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -80,7 +81,7 @@ def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: 
     """Return a model with the weights that hits take. Raises DatabaseRefused if they do not fit the model."""
     assert database.refitted is not None
     try:
-        return with_refitted(model, database.refitted, checkpoint.quantization)
+        return replace(model, refitted=refitted_layers(model, database.refitted, checkpoint.quantization))
     except ValueError as error:
         raise DatabaseRefused(
             f"refitted.safetensors of database {database.folder} does not fit the model: {error}; remove the "
@@ -91,6 +92,6 @@ def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: 
 
 def map_reuse_of(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:
     """Return the reuse strategy of a database. Raises DatabaseRefused if it belongs to another model."""
-    database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+    database.require_fingerprint(checkpoint)
     database.require_use(checkpoint)
     return MapReuse(database)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,8 +26,7 @@ from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.loading import load_parts, map_reuse_of
 from attncache_core.engine.request import PrefillRequest
-from attncache_core.engine.result import PrefillResult
-from attncache_core.engine.runner import RunCounter, Runner
+from attncache_core.engine.runner import Runner
 from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure
@@ -36,10 +34,8 @@ from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite
-from attncache_core.models import PackedModel
 from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.kv.info import key_value_info
-from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -51,11 +47,10 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.limits import list_of, require_some_tokens
 from attncache_core.text.pairs import without_end
 from attncache_core.text.prompts import Prompt, SequencePlan
-from attncache_core.text.tokenizer import TextTokenizer
 
 
-@dataclass(frozen=True, eq=False)
-class PrefillEngine:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefillEngine(Runner):
     """A loaded model with its tokenizer and what it may reuse. `dataclasses.replace` changes a part.
 
     After `replace`, a gate is opened again by `open_gate`. Any number of threads may call `run` at once;
@@ -63,21 +58,12 @@ class PrefillEngine:
     """
 
     checkpoint: Checkpoint
-    model: PackedModel
-    tokenizer: TextTokenizer
     dtype: torch.dtype
-    threads: int
-    strategy: ReuseStrategy | None = None
     classifier: LinearClassifier | None = None  # on embeddings
-    share_prefixes: bool = True  # of several sequences of a batch, if the model is causal
-    key_values: KeyValueReuse | None = None
     key_values_off: str = SWITCHED_OFF  # why, if `key_values` is None
-    deciding: threading.Lock = field(default_factory=threading.Lock)  # held while the strategy is called
-    runs: RunCounter = field(default_factory=RunCounter)
     # Made of the parts above.
     decisions: Decisions = field(init=False)
     blending: Blending = field(init=False)
-    runner: Runner = field(init=False)
     # Reasons why reuse is off although a database is set; empty if reuse is on.
     reuse_off: list[str] = field(init=False)
 
@@ -90,15 +76,6 @@ class PrefillEngine:
             "reuse_off": self.map_reuse.reuse_off if self.map_reuse else [],
             "decisions": decisions,
             "blending": Blending(self.key_values, self.key_values_off, decisions.label_tokens),
-            "runner": Runner(
-                self.model,
-                self.threads,
-                self.tokenizer.prompt_tokens,
-                self.strategy,
-                self.key_values,
-                self.share_prefixes,
-                self.deciding,
-            ),
         }
         for name, part in made.items():
             object.__setattr__(self, name, part)
@@ -127,7 +104,7 @@ class PrefillEngine:
         available processor.
         max_tokens: truncate texts to this number of tokens, if it is below the model's maximum.
         share_prefixes: compute a prefix that several sequences of a batch share once, if the model is causal;
-        see Runner.shares_prefixes. key_values: store keys and values, and reuse them, if the model allows it;
+        see shares_prefixes. key_values: store keys and values, and reuse them, if the model allows it;
         `key_values_off` says why not. None: do not.
         Raises InvalidInput for an argument that is not accepted, UnsupportedModel, DatabaseRefused if
         database or classifier belong to another model, and NotFinite if a label's embedding is not finite.
@@ -154,7 +131,7 @@ class PrefillEngine:
         if database:
             database.require_width(parts.model.hidden_size)
         engine = cls(
-            checkpoint,
+            checkpoint=checkpoint,
             threads=count,
             classifier=classifier,
             share_prefixes=share_prefixes,
@@ -454,12 +431,6 @@ class PrefillEngine:
         if labels is None and (reads is Measure.AGREEMENT or self.map_reuse is None):
             return True
         return self.map_reuse is not None and self.map_reuse.policy.budget.measure is Measure.COSINE
-
-    @torch.inference_mode()
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        """Run token sequences through the model, with the reuse that each request allows."""
-        with self.runs:
-            return self.runner.run(requests)
 
     @property
     def attention(self) -> str:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
@@ -32,6 +33,7 @@ from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread, use_threads
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, require_tokens
+from attncache_core.text.tokenizer import TextTokenizer
 
 
 class RunCounter:
@@ -73,17 +75,18 @@ def threads_of(model: PackedModel, threads: int, *, wake: bool = True) -> Iterat
         yield
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Runner:
     """A model and what its batches may reuse. Any number of threads may call `run` at once."""
 
     model: PackedModel
+    tokenizer: TextTokenizer
     threads: int  # of one batch
-    prompt_tokens: int  # of the default prompt, at the front of a sequence
-    strategy: ReuseStrategy | None
-    key_values: KeyValueReuse | None
-    share_prefixes: bool
-    deciding: AbstractContextManager[object]  # a lock that is held while the strategy is called
+    strategy: ReuseStrategy | None = None
+    share_prefixes: bool = True  # of several sequences of a batch, if the model is causal
+    key_values: KeyValueReuse | None = None
+    deciding: threading.Lock = field(default_factory=threading.Lock)  # held while the strategy is called
+    runs: RunCounter = field(default_factory=RunCounter)
 
     def shares_prefixes(self, reuse: bool) -> bool:
         """Return whether requests with this `reuse` are computed as trees of shared prefixes.
@@ -93,12 +96,17 @@ class Runner:
         """
         return self.share_prefixes and self.model.is_causal and not (reuse and self.strategy)
 
+    @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         """Run token sequences through the model, with the reuse that each request allows.
 
         Sequences that may reuse something, and sequences that share prefixes, are two batches. A sequence of
-        chunks is a batch of its own. The caller must be in inference mode.
+        chunks is a batch of its own.
         """
+        with self.runs:
+            return self._run_all(requests)
+
+    def _run_all(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         if not requests:
             return self._run(requests, share=False, blend=False)
         batch = PrefillBatch.of(requests)
@@ -162,7 +170,7 @@ class Runner:
         offsets = batch.offsets
         lengths = np.diff(offsets)
         require_tokens(lengths)
-        skipped = outputs_of.pool.skipped(lengths, batch.prompt_tokens(self.prompt_tokens))
+        skipped = outputs_of.pool.skipped(lengths, batch.prompt_tokens(self.tokenizer.prompt_tokens))
         rows = StackRows(offsets, ids=batch.ids, types=batch.types, skipped=skipped)
         outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
         return PrefillResult(
@@ -210,7 +218,7 @@ class Runner:
             ]
             with self.deciding:
                 lost = strategy.prepare(changed.lengths) if strategy else ()
-            result = self.run(again)
+            result = self._run_all(again)
             return _with_lost(result, lost)
         batch, plan = done.batch, done.plan
         finite, found, states = batch.in_callers_order(done.finite), None, None
@@ -242,7 +250,7 @@ class Runner:
 
     def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
         plans = [request.sequence_plan for request in requests]
-        prompt_tokens = [plan.prompt_tokens if plan else self.prompt_tokens for plan in plans]
+        prompt_tokens = [plan.prompt_tokens if plan else self.tokenizer.prompt_tokens for plan in plans]
         sequences = [request.ids for request in requests]
         if not share:
             return pack(sequences, prompt_tokens)

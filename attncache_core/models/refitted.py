@@ -36,12 +36,6 @@ class LastProducts(NamedTuple):
     down: LinearWeights  # states inside the feed-forward half -> hidden
 
 
-def refittable_layers(model: PackedModel) -> list[AttentionLayer] | None:
-    """Return the layers of a model, or None if the products of some layer cannot be replaced."""
-    layers = list(model.layers)
-    return None if any(last_products(layer) is None for layer in layers) else layers
-
-
 def last_products(layer: AttentionLayer) -> LastProducts | None:
     """Return the products of a layer that hits replace; None if they cannot be replaced.
 
@@ -69,24 +63,21 @@ def with_last_products(layer: AttentionLayer, products: LastProducts) -> Attenti
     return replace(layer, output=output, halves=(refitted,))
 
 
-def with_refitted(
+def refitted_layers(
     model: PackedModel, products: Sequence[LastProducts], quantization: Quantization | None
-) -> PackedModel:
-    """Return a model whose hits take these products, one for each layer.
+) -> list[AttentionLayer]:
+    """Return the layers of a model with these products, one for each layer, in the place of their own.
 
     quantization: of the model's weights; the products are packed in the same way. Raises ValueError if the
     products do not fit the model.
     """
+    held = [own for layer in model.layers if (own := last_products(layer))]
+    if not len(held) == len(model.layers) == len(products):
+        raise ValueError("the refitted weights are of another model")
+    if list(map(_shapes, held)) != list(map(_shapes, products)):
+        raise ValueError("the refitted weights have other shapes than the model's")
     with quantizing(quantization):
-        return replace(model, refitted=_refitted_layers(model, products))
-
-
-def refitted_alone(
-    model: PackedModel, products: Sequence[LastProducts], quantization: Quantization | None
-) -> PackedModel:
-    """Return a model with these products in the place of its own. Raises ValueError as with_refitted does."""
-    with quantizing(quantization):
-        return replace(model, layers=_refitted_layers(model, products))
+        return list(map(with_last_products, model.layers, products))
 
 
 def write_refitted(folder: Path, products: Sequence[LastProducts] | None) -> None:
@@ -117,18 +108,6 @@ def read_refitted(path: Path) -> list[LastProducts]:
         return [LastProducts(*products) for products in zip(*parts, strict=True)]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CorruptDatabase(f"{path} cannot be read", field="database") from error
-
-
-def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> list[AttentionLayer]:
-    layers = refittable_layers(model)
-    if layers is None or len(layers) != len(products):
-        raise ValueError("the refitted weights are of another model")
-    for layer, of_layer in zip(layers, products, strict=True):
-        held = last_products(layer)
-        assert held is not None
-        if _shapes(of_layer) != _shapes(held):
-            raise ValueError("the refitted weights have other shapes than the model's")
-    return [with_last_products(layer, of_layer) for layer, of_layer in zip(layers, products, strict=True)]
 
 
 def _shapes(products: LastProducts) -> list[torch.Size]:

@@ -16,7 +16,7 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -88,6 +88,40 @@ class _Rotation(ctypes.Structure):
     )
 
 
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+# What the functions of the library return, and what they take: most of them a structure.
+_FUNCTIONS: dict[str, tuple[type | None, Sequence[type]]] = {
+    **dict.fromkeys(("attend", "rotate", "run_product", "run_normalizers", "run_rows"), (None, [_POINTER])),
+    **dict.fromkeys(("run_stack", "find_nearest"), (ctypes.c_int32, [_POINTER])),
+    **dict.fromkeys(("pool_states", "run_norm"), (None, [*[_POINTER] * 3, _COUNT, _COUNT])),
+    "set_parallel": (None, [_POINTER]),
+    "wait_for_helpers": (None, []),
+}
+_SHORT_FUNCTIONS: dict[str, tuple[type | None, Sequence[type]]] = {
+    "wake_helpers": (None, [ctypes.c_int32]),
+    "scale_to_unit_length": (None, [_POINTER, _POINTER, _COUNT, _COUNT]),
+    "choose_records": (None, [_POINTER]),
+    "measure_strangeness": (ctypes.c_int32, [_POINTER]),
+}
+
+
+def _declare(library: ctypes.CDLL, functions: Mapping[str, tuple[type | None, Sequence[type]]]) -> None:
+    for name, (returned, taken) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = returned, taken
+
+
+@cache
+def short_calls(library: ctypes.CDLL) -> ctypes.PyDLL:
+    """Return the library for the functions that take microseconds, which keep the interpreter lock.
+
+    A thread that gave up the lock for them would wait longer.
+    """
+    holding = ctypes.PyDLL(None, handle=library._handle)
+    _declare(holding, _SHORT_FUNCTIONS)
+    return holding
+
+
 class AttentionKernel:
     """The kernel compiled for one level."""
 
@@ -97,9 +131,7 @@ class AttentionKernel:
         self.library = loaded = ctypes.CDLL(str(library))
         if level == "avx512_amx" and not loaded.allow_tiles():
             raise OSError("the processor or the system does not allow AMX")
-        for function in (loaded.attend, loaded.rotate):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
-        loaded.set_parallel.argtypes = [ctypes.c_void_p]
+        _declare(loaded, _FUNCTIONS)
         self._attend, self._rotate = loaded.attend, loaded.rotate
         pool = _torch_openmp()
         if pool is not None:

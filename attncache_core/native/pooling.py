@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 
 from attncache_core import native
+from attncache_core.native.attention_kernel import short_calls
 from attncache_core.native.memory import address
 
 # The numbers of pooling_mode in pooling.h.
@@ -50,8 +49,8 @@ class NormFields(ctypes.Structure):
 class NativeNorm:
     """A norm of rows by compiled code, in float32."""
 
-    def __init__(self, library: Any, norm: CompiledNorm) -> None:
-        self._library = _declared(library)
+    def __init__(self, library: ctypes.CDLL, norm: CompiledNorm) -> None:
+        self._library = library
         self._kept = [
             None if each is None else each.float().contiguous() for each in (norm.weight, norm.bias)
         ]
@@ -103,15 +102,15 @@ def pool_states(
     states: float32 [tokens, width]. offsets: int64 [n + 1], first token of each sequence. skipped: int64 [n],
     tokens at the front that are left out; None: none. Each sum is added token by token.
     """
-    library = _library() if states.device.type == "cpu" else None
-    if library is None:
+    kernel = native.kernel() if states.device.type == "cpu" else None
+    if kernel is None:
         return None
     states = states.contiguous()
     count, width = len(offsets) - 1, states.shape[1]
     vectors, finite = np.empty((count, len(modes) * width), np.float32), np.empty(count, np.bool_)
     pooling = PoolingFields.of(modes)
     pooling.write_to(vectors, finite, skipped)
-    library.pool_states(ctypes.addressof(pooling), states.data_ptr(), address(offsets), count, width)
+    kernel.library.pool_states(ctypes.addressof(pooling), states.data_ptr(), address(offsets), count, width)
     return vectors
 
 
@@ -122,28 +121,5 @@ def unit_length(rows: np.ndarray) -> np.ndarray | None:
         return None
     rows = np.ascontiguousarray(rows, np.float32)
     scaled = np.empty_like(rows)
-    _scaling(kernel.library)(address(rows), address(scaled), *rows.shape)
+    short_calls(kernel.library).scale_to_unit_length(address(rows), address(scaled), *rows.shape)
     return scaled
-
-
-def _library() -> Any:
-    kernel = native.kernel()
-    return None if kernel is None else _declared(kernel.library)
-
-
-@cache
-def _declared(library: Any) -> Any:
-    numbers = [ctypes.c_void_p] * 3
-    library.pool_states.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
-    library.run_norm.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
-    library.pool_states.restype = library.run_norm.restype = None
-    return library
-
-
-@cache
-def _scaling(library: ctypes.CDLL) -> Callable[[int, int, int, int], None]:
-    # Rows are scaled in microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
-    function = ctypes.PyDLL(None, handle=library._handle).scale_to_unit_length
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
-    return function

@@ -94,9 +94,9 @@ def _packing(library: ctypes.CDLL) -> _Packing:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library with the products for this processor, or None if it was not built."""
-    attention = native.kernel()
-    return attention.library if attention else None
+    """Return the library for this processor, or None if it was not built."""
+    kernel = native.kernel()
+    return kernel.library if kernel else None
 
 
 def has_pairs(of_library: ctypes.CDLL) -> bool:
@@ -144,8 +144,6 @@ class PackedMatrix:
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
         self._weights = self._packed(weight.to(dtype))
         self.library = library
-        self._run = library.run_product
-        self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
         self.matrix = Matrix(
             self._weights.data_ptr(),
             *(None if part is None else part.data_ptr() for part in (self._bias, self._scales, self._sums)),
@@ -189,7 +187,7 @@ class PackedMatrix:
             residual = residual.float()
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
             job.residual, job.residual_row = residual.data_ptr(), residual.stride(0)
-        self._run(ctypes.addressof(job))
+        self.library.run_product(ctypes.addressof(job))
         return out
 
     def log_normalizers(self, x: torch.Tensor, threads: int) -> torch.Tensor:
@@ -209,9 +207,7 @@ class PackedMatrix:
             type=_TYPES[x.dtype],
             threads=threads,
         )
-        run = self.library.run_normalizers
-        run.argtypes, run.restype = [ctypes.c_void_p], None
-        run(ctypes.addressof(job))
+        self.library.run_normalizers(ctypes.addressof(job))
         return largest + sums.log()
 
     def _padded(self, row: torch.Tensor) -> torch.Tensor:
@@ -278,6 +274,4 @@ def _run_rows(library: ctypes.CDLL, result: torch.Tensor, **inputs: int) -> None
     """Run one pass. result: float32 or bfloat16 [rows, width], on the CPU like all tensors."""
     job = _Rows(**inputs, result=result.data_ptr(), threads=torch.get_num_threads())
     job.type, (job.rows, job.width) = _TYPES[result.dtype], result.shape
-    run = library.run_rows
-    run.argtypes, run.restype = [ctypes.c_void_p], None
-    run(ctypes.addressof(job))
+    library.run_rows(ctypes.addressof(job))

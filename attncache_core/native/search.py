@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from attncache_core.native.attention_kernel import NUMBER_TYPES
+from attncache_core.native.attention_kernel import NUMBER_TYPES, short_calls
 from attncache_core.native.memory import address
 from attncache_core.native.products import PackedMatrix
 
@@ -93,7 +92,7 @@ class NativeSearch:
 
         first_layer: [token features, hidden]. second_layer: [dimensions, positions * token features].
         """
-        self._find = _functions(first_layer.library).find_nearest
+        self._find = first_layer.library.find_nearest
         self._dimensions = second_layer.outputs
         self._kept = first_layer, second_layer, dict(vectors)
         # Of all lengths that the projector knows, also of lengths without records.
@@ -145,7 +144,7 @@ class NativePolicy:
         self, library: ctypes.CDLL, bounds: Sequence[int], groups: Sequence[Sequence[KindCurve]]
     ) -> None:
         """bounds: the longest sequence of each length group but the last. groups: their kinds, in order."""
-        self._choose = _functions(library).choose_records
+        self._choose = short_calls(library).choose_records
         self._bounds = np.array(bounds, np.int64)
         self._policies = (_KindPolicy * (KINDS * len(groups)))()
         self._kept = []
@@ -187,7 +186,7 @@ class NativeStrangeness:
 
     def __init__(self, library: ctypes.CDLL, weights: np.ndarray, coefficients: np.ndarray) -> None:
         """weights: float32 [vocabulary]. coefficients: float32 [8]."""
-        self._measure = _functions(library).measure_strangeness
+        self._measure = short_calls(library).measure_strangeness
         self._kept = np.ascontiguousarray(weights), np.ascontiguousarray(coefficients)
         self._job = _Strangeness(*map(address, self._kept), vocabulary=len(weights))
 
@@ -203,20 +202,3 @@ class NativeStrangeness:
         if self._measure(ctypes.addressof(job)):
             raise IndexError("a token id is not in the vocabulary of the familiarity test")
         return sums
-
-
-class _Functions(NamedTuple):
-    find_nearest: Any
-    choose_records: Any
-    measure_strangeness: Any
-
-
-@cache
-def _functions(library: ctypes.CDLL) -> _Functions:
-    # A search of a large batch takes a millisecond, the other calls microseconds: a thread that gave up the
-    # interpreter lock for them would wait longer.
-    holding = ctypes.PyDLL(None, handle=library._handle)
-    functions = _Functions(library.find_nearest, holding.choose_records, holding.measure_strangeness)
-    for function in functions:
-        function.argtypes = [ctypes.c_void_p]
-    return functions

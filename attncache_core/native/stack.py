@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attncache_core.native.attention_kernel import NUMBER_TYPES
+from attncache_core.native.attention_kernel import NUMBER_TYPES, short_calls
 from attncache_core.native.memory import address
 from attncache_core.native.pooling import CompiledPooling, PoolingFields
 from attncache_core.native.products import has_pairs
@@ -182,12 +182,8 @@ class CompiledStack:
         multiplies pairs of it.
         """
         self._run = library.run_stack
-        self._run.argtypes, self._run.restype = [ctypes.c_void_p], ctypes.c_int32
-        # Waking takes microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
-        self._wake = ctypes.PyDLL(None, handle=library._handle).wake_helpers
-        self._wake.argtypes, self._wake.restype = [ctypes.c_int32], None
+        self._wake = short_calls(library).wake_helpers
         self._wait = library.wait_for_helpers
-        self._wait.argtypes, self._wait.restype = [], None
         self._width = width
         self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
         number_type = NUMBER_TYPES[self.dtype]

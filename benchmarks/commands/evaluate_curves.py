@@ -96,7 +96,7 @@ def _plot_curves(
 
     most: the most sequences to measure on. Raises InvalidInput if the records do not hold all heads.
     """
-    database.require_fingerprint(full.checkpoint.fingerprint(), full.checkpoint.name)
+    database.require_fingerprint(full.checkpoint)
     store, manifest = database.search.store, database.manifest
     if sum(store.layout.stored_heads) < database.mask.heads:
         raise InvalidInput(

@@ -132,7 +132,7 @@ class Batcher:
         engine = self._runner.engine
         used = prompt or engine.tokenizer.default_prompt
         maps = reuse and engine.may_reuse(used, labels, reads)
-        shares = engine.runner.shares_prefixes(maps)
+        shares = engine.shares_prefixes(maps)
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares
         future: asyncio.Future[PrefillResult] = self._loop.create_future()

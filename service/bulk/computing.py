@@ -155,7 +155,7 @@ class Computing:
         of_texts: the sequences of each text. If the engine shares prefixes, texts that begin alike are
         neighbours, and a shared prefix counts once.
         """
-        shares = self._engine.runner.shares_prefixes(reuse=False)
+        shares = self._engine.shares_prefixes(reuse=False)
         if shares:
             order = sorted(range(len(of_texts)), key=lambda index: list(map(list, of_texts[index])))
             flat = [ids for index in order for ids in of_texts[index]]

@@ -15,7 +15,7 @@ from rich.table import Table
 from attncache_core import AttentionDatabase, Manifest
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import verify_generations
-from attncache_core.reuse.maps.generations import current_path, require_database, structural_faults
+from attncache_core.reuse.maps.generations import CURRENT, require_database, structural_faults
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from service.loading.summary import why_exact
@@ -48,7 +48,7 @@ def verify(database: Path) -> None:
     for fault in faults:
         click.echo(fault)
     for generation in verify_generations(database):
-        of_which = f"generation {generation.number}: " if current_path(database).is_file() else ""
+        of_which = f"generation {generation.number}: " if (database / CURRENT).is_file() else ""
         click.echo(
             "\n".join(generation.faults)
             or f"{of_which}{generation.records:,} records and prototypes, all sound"

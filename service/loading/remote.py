@@ -46,17 +46,15 @@ from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.policy_state import Tightened, kept_steps, merge_tightened
 from attncache_core.reuse.maps.publishing import (
+    begin_building,
     building_folder,
     clear_workspace,
     decide,
-    has_inputs,
-    inputs_path,
     is_decided,
     now,
     renewing,
-    workspace,
 )
-from attncache_core.runtime.files import PRIVATE, HeldByAnother, write_whole
+from attncache_core.runtime.files import PRIVATE, HeldByAnother
 from attncache_core.runtime.stored import Stored
 from service.errors import reason_of
 from service.objects import RANGE_BYTES, ObjectFolder, without_secrets
@@ -183,7 +181,7 @@ class RemoteDatabase:
             if _is_named(generation, pointer):
                 with self._refused_by_url(generation.folder), suppress(CorruptDatabase):
                     database = AttentionDatabase.open_generation(generation)
-                    database.require_fingerprint(self._checkpoint.fingerprint(), self._checkpoint.name)
+                    database.require_fingerprint(self._checkpoint)
                     return generation
         return None
 
@@ -209,19 +207,13 @@ class RemoteDatabase:
                 reason = f"named again by {self.url}"
                 decide(self.root, Renewal(now(), Result.ROLLED_BACK, before, kept.number, reason))
                 return
-            if not has_inputs(self.root, inputs):
-                clear_workspace(self.root)
-                workspace(self.root).mkdir(mode=PRIVATE)
-                write_whole(inputs_path(self.root), inputs)
-            target = building_folder(self.root)
+            target = begin_building(self.root, inputs)
             try:
                 # A database of another model is refused before the rest is downloaded.
                 self._file(pointer, "manifest.json", target)
                 with self._refused_by_url(target):
                     manifest = Manifest.read(target)
-                    manifest.require_fingerprint(
-                        target, self._checkpoint.fingerprint(), self._checkpoint.name
-                    )
+                    manifest.require_fingerprint(target, self._checkpoint)
                 yield from self._download(pointer, target)
             except OSError as error:
                 if error.errno == errno.ENOSPC:

@@ -39,10 +39,8 @@ class FindingsOfAll:
         self._client.close()
 
 
-@cache
-def findings_of_all(address: SharedAddress) -> FindingsOfAll:
-    """Return what all engines of this process share. Engines replace each other; a server has one store."""
-    return FindingsOfAll(address)
+# All engines of this process share one. Engines replace each other; a server has one store.
+findings_of_all = cache(FindingsOfAll)
 
 
 def _set(pipeline: Any, name: str, change: Callable[[bytes | None], bytes]) -> None:

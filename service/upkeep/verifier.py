@@ -159,10 +159,7 @@ class Verifier(LaterVerifier):
         if kept := self._reuse.keep_verified(self._verified.new, patience_seconds):
             self._verified.restart_from(dict(kept.windows))
             self._unkept = 0
-        self._drop_outdated()
-
-    def _drop_outdated(self) -> None:
-        """Drop pending hits that a policy looser than the present one let hit."""
+        # Hits that a policy looser than the present one let hit say nothing about it.
         windows = windows_of(self.policy.steps)
         self._keep_pending(lambda hit: hit.window in windows)
 

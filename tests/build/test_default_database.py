@@ -63,7 +63,7 @@ def test_one_of_two_simultaneous_first_starts_builds_and_both_get_the_folder(bui
 
 def test_default_database_is_whole_and_holds_the_shipped_corpus(built, tiny_checkpoint, tiny_engine):
     database = AttentionDatabase.open(built[0])
-    database.require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
+    database.require_fingerprint(tiny_checkpoint)
     assert database.verify() == []
     texts = [sentence.text for sentence in default_corpus()]
     distinct = {tuple(ids) for ids in tiny_engine.tokenize(texts) if len(ids) <= 64}

@@ -21,8 +21,7 @@ from attncache_core.models.refitted import (
     REFITTED,
     last_products,
     read_refitted,
-    refittable_layers,
-    refitted_alone,
+    refitted_layers,
     write_refitted,
 )
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -49,7 +48,7 @@ def damage(engine, recorded, mask, products, held_out):
     """Return the mean damage to sentences that the mean maps of their lengths serve."""
     sentences = [ids for ids in recorded.sentences.of_side(held_out=held_out) if len(ids) < 9]
     probes = find_probes(engine.model, recorded.search, sentences)
-    model = refitted_alone(engine.model, products, None) if products else None
+    model = replace(engine.model, layers=refitted_layers(engine.model, products, None)) if products else None
     comparator, kinds = engine.decisions.comparator(Measure.COSINE), (RecordKind.MEAN,)
     (found,) = measure(engine.model, recorded.store, probes, [mask], comparator, kinds=kinds, hit_model=model)
     return found[RecordKind.MEAN].damage.mean()
@@ -67,7 +66,7 @@ def test_refitted_weights_halve_the_damage_to_their_sentences_and_lessen_that_to
 
 def test_a_mask_without_heads_leaves_the_weights_as_they_are(tiny_engine, recorded, refit):
     nothing = replace(mildest_mask(recorded.rank, 1), reused=(0, 0, 0))
-    layers = refittable_layers(tiny_engine.model)
+    layers = tiny_engine.model.layers
     for layer, found in zip(layers, refit.products(nothing), strict=True):
         for held, product in zip(last_products(layer), found, strict=True):
             torch.testing.assert_close(product.weight, held.weight.bfloat16(), atol=0.01, rtol=0.02)
@@ -81,7 +80,7 @@ def test_the_first_fit_is_the_ridge_regression_of_least_squares(monkeypatch, tin
     monkeypatch.setattr(refitting._Ridge, "add", lambda self, *rows: (added.append(rows), add(self, *rows)))
     found = refit.products(mask)[0].output
     x, y = (part.double().numpy() for part in added[0])  # the batch of the first layer's output projection
-    held = last_products(refittable_layers(tiny_engine.model)[0]).output
+    held = last_products(tiny_engine.model.layers[0]).output
     weights = np.concatenate([held.weight.double(), held.bias.double()[:, None]], axis=1).T
     rows = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     scale = np.sqrt(refitting._SHRINKAGE * np.square(x).sum(axis=0).mean())

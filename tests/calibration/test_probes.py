@@ -175,11 +175,13 @@ def test_decisions_are_compared_where_the_budget_is_agreement(tiny_engine, recor
     comparator = engine.decisions.comparator(Measure.AGREEMENT)
     (rows,) = measure(engine.model, recorded.store, probes, masks[-1:], comparator)
     batches = stored_batches(engine.model, recorded.store, masks[-1].order, probes, probes.records[STORED])
-    for indices, make in batches:
+    indices = np.flatnonzero(probes.records[STORED] >= 0)
+    for make in batches:
         batch = make()
+        chosen, indices = np.split(indices, [len(batch.batch.lengths)])
         changed = substituted_outputs(engine.model, batch, masks[-1].as_array())
         same = (changed[:, 0] < changed[:, 1]) == (batch.outputs[:, 0] < batch.outputs[:, 1])
-        assert rows[STORED].fidelity[indices].tolist() == same.astype(float).tolist()
+        assert rows[STORED].fidelity[chosen].tolist() == same.astype(float).tolist()
         assert 0 < same.mean() < 1
 
 
@@ -217,10 +219,10 @@ def test_batches_hold_every_probe_that_has_a_record_once(tiny_engine, recorded, 
     records = probes.records[RecordKind.PROTOTYPE]
     order = head_order(recorded.rank)
     batches = stored_batches(tiny_engine.model, recorded.store, order, probes, records)
-    indices = np.concatenate([indices for indices, _ in batches])
-    assert sorted(indices) == np.flatnonzero(records >= 0).tolist()
-    for chosen, make in batches:
-        assert make().batch.lengths.tolist() == probes.lengths[chosen].tolist()
+    ids = np.concatenate([make().batch.ids.numpy() for make in batches])
+    assert ids.tolist() == [
+        token for ids, record in zip(probes.sequences, records, strict=True) if record >= 0 for token in ids
+    ]
 
 
 def test_stored_maps_are_at_their_heads_and_zero_for_heads_that_are_not_stored(recorded):

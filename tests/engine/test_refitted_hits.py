@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused
 from attncache_core.models.projections import LinearWeights
-from attncache_core.models.refitted import LastProducts, last_products, refittable_layers, refitted_alone
+from attncache_core.models.refitted import LastProducts, last_products, refitted_layers
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
@@ -36,7 +36,7 @@ def products(tiny_engine):
             *((part + added).bfloat16() for part, added in zip(weights[:2], noise, strict=True))
         )
 
-    layers = refittable_layers(tiny_engine.model)
+    layers = tiny_engine.model.layers
     return [LastProducts(*map(moved, last_products(layer))) for layer in layers]
 
 
@@ -52,7 +52,7 @@ def engines(request, tiny_checkpoint, database):
     original = PrefillEngine.load(
         tiny_checkpoint, database=replace(database, refitted=None), dtype=request.param
     )
-    model = refitted_alone(original.model, database.refitted, None)
+    model = replace(original.model, layers=refitted_layers(original.model, database.refitted, None))
     return refitted, original, replace(original, model=model)
 
 

@@ -113,7 +113,7 @@ def test_only_qwen_is_causal_and_stores_keys_and_values(folders):
     for name in EMBEDDING_MODELS:
         engine = loaded(folders(name), key_values=KeyValueOptions(memory_bytes=2**20))
         assert (engine.key_values is not None) == (name in causal)
-        assert engine.runner.shares_prefixes(reuse=False) == (name in causal)
+        assert engine.shares_prefixes(reuse=False) == (name in causal)
 
 
 def test_qwen_ends_each_text_with_the_token_that_is_pooled(folders):

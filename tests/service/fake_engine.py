@@ -142,7 +142,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()  # tests change its limit
         self.checkpoint = SimpleNamespace(config={}, prompts={}, default_prompt=None, classes=(), task=task)
         self.labels = labels
-        self.decisions = self.runner = self
+        self.decisions = self
         self.stored = stored
         self.prototypes = prototypes
         self.damage = damage

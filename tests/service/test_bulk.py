@@ -842,7 +842,7 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_en
 
 def test_shared_prefix_counts_once_in_a_batch(folder):
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    assert engine.runner.shares_prefixes(reuse=False)
+    assert engine.shares_prefixes(reuse=False)
     front = "my card is lost and my bank is closed " * 4
     texts = [f"{front}{word}" for word in ("today", "tomorrow", "online", "abroad")]
     tokens = [len(ids) for ids in engine.tokenize(texts)]

@@ -23,7 +23,7 @@ from running import until
 from attncache_core import BuildOptions, build_database
 from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
 from attncache_core.engine.request import PrefillPart
-from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals, renewals_path
+from attncache_core.reuse.maps.generations import RENEWAL, RENEWALS, Renewal, Result, read_renewals
 from service.loading import rebuild, regular_renewals, renewals
 from service.loading.regular_renewals import RegularRenewals
 from service.observability.metrics import Metrics
@@ -277,7 +277,7 @@ def begin_sample(root, hours_ago):
 
 
 def write_decision(root, renewal):
-    renewals_path(root).write_bytes(RENEWAL.dump_json(renewal) + b"\n")
+    (root / RENEWALS).write_bytes(RENEWAL.dump_json(renewal) + b"\n")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Subject:
         reads = Measure.AGREEMENT if engine.decisions.labels else Measure.COSINE
         requests = engine.requests(sequences, prompt, self._labels, reads=reads)
         of_texts = [requests[at : at + self._plans] for at in range(0, len(requests), self._plans)]
-        self._batches = service_batches(of_texts, engine.runner.shares_prefixes(reuse=True))
+        self._batches = service_batches(of_texts, engine.shares_prefixes(reuse=True))
         self._alone = spread(of_texts, _ALONE)
 
     def answers(self, results: Sequence[PrefillResult]) -> np.ndarray:

@@ -157,7 +157,7 @@ class Tuning:
             raise InvalidInput("tune measures single texts, and the model scores pairs", field="model")
         self.database = AttentionDatabase.open(options.database) if options.database else None
         if self.database:
-            self.database.require_fingerprint(options.checkpoint.fingerprint(), options.checkpoint.name)
+            self.database.require_fingerprint(options.checkpoint)
         before = tensor_bytes()
         engine = self._load(_EXACT)
         self._exact_bytes = tensor_bytes() - before

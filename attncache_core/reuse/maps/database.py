@@ -45,10 +45,10 @@ from attncache_core.models.refitted import REFITTED, LastProducts, read_refitted
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
 from attncache_core.reuse.maps.generations import (
+    CURRENT,
     Generation,
     Result,
     current_generation,
-    current_path,
     kept_generations,
     read_renewals,
     require_database,
@@ -165,7 +165,7 @@ class AttentionDatabase:
             policy,
             familiarity,
         )
-        for wrong in inconsistencies(folder, search, manifest.records, manifest.prototypes, manifest.files):
+        for wrong in inconsistencies(folder, search, manifest):
             raise CorruptDatabase(wrong, field="database")
         require_stored_heads(mask, manifest.stored_heads)
         # The weights were fitted to the manifest's mask, and measured with its policy.
@@ -316,9 +316,9 @@ class AttentionDatabase:
                 field="classifier",
             )
 
-    def require_fingerprint(self, fingerprint: str, model: str) -> None:
-        """Raise DatabaseRefused unless the database was built for the model with this fingerprint."""
-        self.manifest.require_fingerprint(self.folder, fingerprint, model)
+    def require_fingerprint(self, checkpoint: Checkpoint) -> None:
+        """Raise DatabaseRefused unless the database was built for this model."""
+        self.manifest.require_fingerprint(self.folder, checkpoint)
 
     def require_width(self, hidden_size: int) -> None:
         """Raise DatabaseRefused unless the projector reads hidden states with this many numbers."""
@@ -375,7 +375,7 @@ def with_remedy(error: AttnCacheError, generation: Generation) -> str:
     elif others and min(others) < generation.number:
         remedy = f"go back to the generation before by `attncache renew {root} --rollback`"
     elif others:
-        current = current_path(root)
+        current = root / CURRENT
         remedy = f"to let generation {others[-1]} serve, write this number and a line feed into {current}"
     else:
         remedy = f"remove {root} and build it again (a server replaces its default one by itself)"

@@ -65,7 +65,7 @@ def open_default_database(
     try:
         database = AttentionDatabase.open(folder, threshold=threshold, heads=heads)
         # The name of the folder contains this fingerprint.
-        database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+        database.require_fingerprint(checkpoint)
         database.decisions  # noqa: B018 - reading the property checks the file
     except DatabaseRefused as error:
         what = "cannot be read" if refused_read(error) else "is damaged"

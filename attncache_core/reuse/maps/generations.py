@@ -27,6 +27,8 @@ from attncache_core.errors import CorruptDatabase, DatabaseRefused
 from attncache_core.runtime.files import when_written
 from attncache_core.runtime.stored import Stored
 
+# In the folder of a database; see above.
+CURRENT, GENERATIONS, RENEWALS = "current", "generations", "renewals.jsonl"
 # The generation that serves, and the one before it.
 KEPT_GENERATIONS = 2
 _FOLDER_NAME = re.compile(r"\d{6,}")
@@ -41,7 +43,7 @@ class Generation(NamedTuple):
     @property
     def folder(self) -> Path:
         """The folder with the files of the generation."""
-        return generations_folder(self.root) / f"{self.number:06}" if self.number else self.root
+        return self.root / GENERATIONS / f"{self.number:06}" if self.number else self.root
 
     @property
     def exists(self) -> bool:
@@ -88,27 +90,12 @@ class Renewal(Stored):
 RENEWAL = TypeAdapter(Renewal)
 
 
-def generations_folder(root: Path) -> Path:
-    """Return the folder with the generations of a database."""
-    return root / "generations"
-
-
-def renewals_path(root: Path) -> Path:
-    """Return the path of the file with the decisions of all renewals."""
-    return root / "renewals.jsonl"
-
-
-def current_path(root: Path) -> Path:
-    """Return the path of the file with the number of the generation that serves."""
-    return root / "current"
-
-
 def current_generation(root: Path) -> Generation:
     """Return the generation that serves; number 0 if the folder was never renewed.
 
     Raises CorruptDatabase if DIR/current cannot be read or holds no number.
     """
-    path = current_path(root)
+    path = root / CURRENT
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -117,7 +104,7 @@ def current_generation(root: Path) -> Generation:
         raise CorruptDatabase(f"{path} cannot be read: {error.strerror}", field="database") from error
     if not re.fullmatch(rb"\d{1,9}\n", content):
         raise CorruptDatabase(
-            f"{path} is damaged; write the number of a folder in {generations_folder(root)} into it, or 0 "
+            f"{path} is damaged; write the number of a folder in {root / GENERATIONS} into it, or 0 "
             f"for the database that {root} was built as",
             field="database",
         )
@@ -126,11 +113,11 @@ def current_generation(root: Path) -> Generation:
 
 def require_database(root: Path) -> None:
     """Raise DatabaseRefused if the folder holds no database, neither a plain nor a renewed one."""
-    if not (current_path(root).is_file() or Generation(root, 0).exists):
+    if not ((root / CURRENT).is_file() or Generation(root, 0).exists):
         if kept := kept_generations(root):
             raise DatabaseRefused(
-                f"{current_path(root)} is missing; write the number of a folder in "
-                f"{generations_folder(root)}, such as {kept[-1].number}, and a line break into it",
+                f"{root / CURRENT} is missing; write the number of a folder in "
+                f"{root / GENERATIONS}, such as {kept[-1].number}, and a line break into it",
                 field="database",
             )
         raise DatabaseRefused(f"there is no database in {root}: no manifest.json", field="database")
@@ -140,7 +127,7 @@ def require_there(generation: Generation) -> None:
     """Raise CorruptDatabase if the generation that DIR/current names is not in the folder."""
     if generation.number and not generation.exists:
         raise CorruptDatabase(
-            f"{current_path(generation.root)} names generation {generation.number}, which is not there",
+            f"{generation.root / CURRENT} names generation {generation.number}, which is not there",
             field="database",
         )
 
@@ -160,7 +147,7 @@ def next_number(root: Path) -> int:
 
 def read_renewals(root: Path) -> tuple[Renewal, ...]:
     """Return the decisions of all renewals, oldest first, without lines that cannot be read."""
-    path = renewals_path(root)
+    path = root / RENEWALS
     try:
         return _renewals(path, when_written(path))
     except OSError:
@@ -180,15 +167,15 @@ def structural_faults(root: Path) -> Iterator[str]:
     for name in _names(root):
         # Hidden files are the locks of processes that build or calibrate a generation.
         if not name.startswith(".") and not _FOLDER_NAME.fullmatch(name):
-            yield f"{generations_folder(root) / name} is no generation"
-    if renewals_path(root).is_file():
-        lines = len(renewals_path(root).read_bytes().splitlines())
+            yield f"{root / GENERATIONS / name} is no generation"
+    if (path := root / RENEWALS).is_file():
+        lines = len(path.read_bytes().splitlines())
         if (readable := len(read_renewals(root))) != lines:
-            yield f"{lines - readable} of {lines} lines of {renewals_path(root)} cannot be read"
+            yield f"{lines - readable} of {lines} lines of {path} cannot be read"
 
 
 def _names(root: Path) -> list[str]:
-    folder = generations_folder(root)
+    folder = root / GENERATIONS
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 

@@ -16,6 +16,7 @@ from attncache_core.errors import CorruptDatabase
 from attncache_core.models.refitted import REFITTED
 from attncache_core.reuse.maps.familiarity import familiarity_name
 from attncache_core.reuse.maps.index import index_path
+from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.prototypes import prototypes_path
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.storage.layout import RecordKind
@@ -53,21 +54,12 @@ def require_unchanged(folder: Path, digests: Mapping[str, str], indexed: Collect
             raise CorruptDatabase(f"{path} was changed since the database was built", field="database")
 
 
-def inconsistencies(
-    folder: Path,
-    search: SearchEngine,
-    records: Mapping[int, int],
-    prototypes: Mapping[int, int],
-    digests: Mapping[str, str],
-) -> Iterator[str]:
-    """Yield a sentence for each contradiction between the parts of the database in `folder`.
-
-    records, prototypes: length -> number of records according to the manifest. digests: as `file_digests`
-    returns them.
-    """
+def inconsistencies(folder: Path, search: SearchEngine, manifest: Manifest) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the parts of the database in `folder`."""
+    prototypes = manifest.prototypes
     segments, dimensions = search.store.segments, search.projector.dimensions
     for segment in segments.values():
-        if segment.head_digest != digests.get(_name(folder, segment)):
+        if segment.head_digest != manifest.files.get(_name(folder, segment)):
             yield f"header or record table of {segment.path} were changed since the database was built"
     if search.prototypes.counts() != prototypes:
         yield f"{prototypes_path(folder)} and the manifest differ in the number of prototypes"
@@ -77,7 +69,7 @@ def inconsistencies(
     if search.projector.max_length < max(segments):
         yield f"the projector of {folder} does not take sequences of {max(segments)} tokens"
     for length, segment in segments.items():
-        stored = records.get(length, 0)
+        stored = manifest.records.get(length, 0)
         if len(segment) != stored + prototypes.get(length, 0):
             yield f"{segment.path} and the manifest differ in the number of records"
         elif not np.array_equal(segment.kinds, _kinds(search, length, stored)):

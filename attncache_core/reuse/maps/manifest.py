@@ -91,13 +91,14 @@ class Manifest(Stored):
         if any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads)):
             raise ValueError("a layer has more reused or stored heads than heads")
 
-    def require_fingerprint(self, folder: Path, fingerprint: str, model: str) -> None:
+    def require_fingerprint(self, folder: Path, checkpoint: Checkpoint) -> None:
         """Raise DatabaseRefused unless the database in `folder` was built for this model."""
+        fingerprint = checkpoint.fingerprint()
         if self.fingerprint != fingerprint:
             raise DatabaseRefused(
                 f"database {folder} was built for {self.model} with fingerprint {self.fingerprint[:12]}, and "
-                f"model {model} has {fingerprint[:12]} (other weights, quantisation, tokenizer, architecture "
-                "or layers dropped); build a database for this model",
+                f"model {checkpoint.name} has {fingerprint[:12]} (other weights, quantisation, tokenizer, "
+                "architecture or layers dropped); build a database for this model",
                 field="database",
             )
 

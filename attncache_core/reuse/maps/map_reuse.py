@@ -39,8 +39,8 @@ class MapReuse(ReuseStrategy):
         self.gain: MeasuredGain | None = None  # None: not measured
         self.awaits_gain = False  # nothing is reused until it is measured whether reuse saves time
         self._cold_hits = 0
-        self._changing = threading.Lock()  # held from the look at `_search` or `_served` until its change
-        self._search = database.search
+        self._changing = threading.Lock()  # held from the look at `search` or `_served` until its change
+        self.search: SearchEngine = database.search  # with the current policy
         self._served = ServedPolicy(database.folder, database.search.policy)
         self.reuse_off = self._served.reuse_off  # reasons why reuse is off although a database is set
         with self._changing:
@@ -52,30 +52,25 @@ class MapReuse(ReuseStrategy):
         return self.database.mask
 
     @property
-    def search(self) -> SearchEngine:
-        """The search engine with the current policy."""
-        return self._search
-
-    @property
     def policy(self) -> ReusePolicy:
         """The current policy."""
-        return self._search.policy
+        return self.search.policy
 
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
         """See ReuseStrategy.rule_out."""
-        return self._search.rule_out(lengths, allowed)
+        return self.search.rule_out(lengths, allowed)
 
     def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
-        return self._search.store.drop_lost(lengths)
+        return self.search.store.drop_lost(lengths)
 
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
         """See ReuseStrategy.plan."""
-        return self._search.plan(batch, allowed)
+        return self.search.plan(batch, allowed)
 
     def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> ReusePlan:
         """See ReuseStrategy.refine."""
-        return self._search.refine(plan, batch, hidden)
+        return self.search.refine(plan, batch, hidden)
 
     def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
         """Count the sequences that did not hit because the maps of their record were not in memory."""
@@ -92,7 +87,7 @@ class MapReuse(ReuseStrategy):
 
     def reuses(self, index: int) -> bool:
         """Return whether sequences of the policy's length group `index` may hit."""
-        paying = self._search.paying
+        paying = self.search.paying
         if paying is not None and index not in paying:
             return False
         return not self.policy.groups[index].is_off
@@ -138,8 +133,8 @@ class MapReuse(ReuseStrategy):
         self.gain = gain
         self.awaits_gain = False
         with self._changing:
-            self._search = replace(
-                self._search,
+            self.search = replace(
+                self.search,
                 paying=None if paying is None else frozenset(paying),
                 least_tokens=gain.least_tokens if gain else 0,
                 saved_per_token={
@@ -160,9 +155,9 @@ class MapReuse(ReuseStrategy):
 
     def _adopt(self, policy: ReusePolicy) -> None:
         """Search with a policy from now on. The caller must hold the lock."""
-        paying = self._search.paying
+        paying = self.search.paying
         if paying is not None:
             # A tightened group hits less often, so its measured gain no longer holds.
-            before = self._search.policy.groups
+            before = self.search.policy.groups
             paying = frozenset(index for index in paying if policy.groups[index] == before[index])
-        self._search = replace(self._search, policy=policy, paying=paying)
+        self.search = replace(self.search, policy=policy, paying=paying)

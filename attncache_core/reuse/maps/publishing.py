@@ -21,7 +21,7 @@ their files were removed.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,17 +31,17 @@ from pydantic import ValidationError
 from attncache_core.errors import BuildFailed, CorruptDatabase, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase, with_remedy
 from attncache_core.reuse.maps.generations import (
+    CURRENT,
+    GENERATIONS,
     RENEWAL,
+    RENEWALS,
     Generation,
     Renewal,
     Result,
     current_generation,
-    current_path,
-    generations_folder,
     kept_generations,
     next_number,
     read_renewals,
-    renewals_path,
     require_database,
 )
 from attncache_core.runtime.files import (
@@ -53,6 +53,10 @@ from attncache_core.runtime.files import (
     write_whole,
 )
 
+# The hidden folder in which a renewal works; in it the digest of what the present renewal builds from, its
+# texts, if they are of a sample, and what was decided.
+_WORKSPACE = Path(".renewal")
+_INPUTS, SAMPLED, _DECISION = _WORKSPACE / "inputs", _WORKSPACE / "sampled.log", _WORKSPACE / "decision.json"
 _SWITCHING = (Result.PUBLISHED, Result.ROLLED_BACK)
 # The files of generation 0, which share the folder with the files of this module. The manifest is removed
 # first: without it, the rest is no database.
@@ -83,36 +87,28 @@ def renewing(root: Path, *, begins: bool = False, inputs: bytes | None = None) -
         ) from held
 
 
-def workspace(root: Path) -> Path:
-    """Return the hidden folder in which a renewal works."""
-    return root / ".renewal"
+def begin_building(root: Path, inputs: bytes, prepare: Callable[[], None] = lambda: None) -> Path:
+    """Return the folder in which the next generation is built, with what was built from equal inputs.
 
-
-def inputs_path(root: Path) -> Path:
-    """Return the path of the digest of what the present renewal builds from."""
-    return workspace(root) / "inputs"
-
-
-def has_inputs(root: Path, inputs: bytes) -> bool:
-    """Return whether what the workspace holds was made from these inputs."""
-    path = inputs_path(root)
-    return path.is_file() and path.read_bytes() == inputs
-
-
-def sampled_path(root: Path) -> Path:
-    """Return the path of the texts of the present renewal, if they are of a sample."""
-    return workspace(root) / "sampled.log"
+    inputs: a digest. prepare: is called in a new workspace, before it belongs to the inputs. Raises OSError.
+    """
+    if not _has_inputs(root, inputs):
+        clear_workspace(root)
+        (root / _WORKSPACE).mkdir(mode=PRIVATE)
+        prepare()
+        write_whole(root / _INPUTS, inputs)
+    return building_folder(root)
 
 
 def building_folder(root: Path) -> Path:
     """Return the folder in which the next generation is built and judged, before it is published."""
-    return workspace(root) / f"{next_number(root):06}"
+    return root / _WORKSPACE / f"{next_number(root):06}"
 
 
 def decide(root: Path, renewal: Renewal) -> None:
     """Do what was decided about a generation. Call this function inside `renewing`. Raises OSError."""
-    workspace(root).mkdir(mode=PRIVATE, exist_ok=True)
-    write_whole(_decision_path(root), RENEWAL.dump_json(renewal))
+    (root / _WORKSPACE).mkdir(mode=PRIVATE, exist_ok=True)
+    write_whole(root / _DECISION, RENEWAL.dump_json(renewal))
     settle(root)
 
 
@@ -133,7 +129,7 @@ def roll_back(root: Path) -> Renewal:
             numbers = ", ".join(str(generation.number) for generation in kept)
             raise InvalidInput(
                 f"{root} holds no generation before generation {before.number}, but only {numbers}; to let a "
-                f"generation serve, write its number into {current_path(root)}",
+                f"generation serve, write its number into {root / CURRENT}",
                 field="database",
             )
         try:
@@ -153,7 +149,7 @@ def now() -> str:
 
 def is_decided(root: Path) -> bool:
     """Return whether a decision was begun, and not finished yet."""
-    return _decision_path(root).is_file()
+    return (root / _DECISION).is_file()
 
 
 def settle(root: Path, inputs: bytes | None = None) -> Renewal | None:
@@ -161,30 +157,26 @@ def settle(root: Path, inputs: bytes | None = None) -> Renewal | None:
 
     inputs: see `renewing`. Returns the decision; None if there was none. Raises OSError.
     """
-    path, renewal = _decision_path(root), None
+    path, renewal = root / _DECISION, None
     if path.is_file():
         # A decision that was damaged on the disk is not done, and the next renewal decides again.
         with suppress(ValidationError):
             decided = RENEWAL.validate_json(path.read_bytes())
-            is_meant = inputs is None or has_inputs(root, inputs)
+            is_meant = inputs is None or _has_inputs(root, inputs)
             if is_meant or current_generation(root).number == decided.generation:
                 renewal = decided
                 _finish(root, renewal)
             elif decided.result is Result.PUBLISHED:
                 _take_back(root, decided)
         clear_workspace(root)
-    if workspace(root).is_dir():
-        number = building_folder(root).name
-        for path in workspace(root).iterdir():
+    if (root / _WORKSPACE).is_dir():
+        kept = building_folder(root).name, _INPUTS.stem, SAMPLED.stem
+        for path in (root / _WORKSPACE).iterdir():
             # What a stopped build of the next generation has finished stays: the folder, .partial and .lock.
-            if path.name.strip(".").split(".")[0] not in (
-                number,
-                inputs_path(root).name,
-                sampled_path(root).stem,
-            ):
+            if path.name.strip(".").split(".")[0] not in kept:
                 _remove(path)
-    for written in (current_path(root), renewals_path(root)):
-        remove_unfinished(root, written.name)
+    for written in (CURRENT, RENEWALS):
+        remove_unfinished(root, written)
     return renewal
 
 
@@ -193,12 +185,18 @@ def clear_workspace(root: Path) -> None:
 
     Without `inputs`, nothing goes on with a build that is half removed, and the decision goes last.
     """
-    if not workspace(root).is_dir():
+    if not (root / _WORKSPACE).is_dir():
         return
-    inputs, decision = inputs_path(root), _decision_path(root)
-    for path in sorted(workspace(root).iterdir(), key=lambda path: (path != inputs, path == decision)):
+    inputs, decision = root / _INPUTS, root / _DECISION
+    for path in sorted((root / _WORKSPACE).iterdir(), key=lambda path: (path != inputs, path == decision)):
         _remove(path)
-    workspace(root).rmdir()
+    (root / _WORKSPACE).rmdir()
+
+
+def _has_inputs(root: Path, inputs: bytes) -> bool:
+    """Return whether what the workspace holds was made from these inputs."""
+    path = root / _INPUTS
+    return path.is_file() and path.read_bytes() == inputs
 
 
 def _finish(root: Path, renewal: Renewal) -> None:
@@ -212,7 +210,7 @@ def _keep_line(root: Path, renewal: Renewal) -> None:
     """Add a decision to renewals.jsonl, unless it is there."""
     if renewal in read_renewals(root)[-1:]:
         return
-    path = renewals_path(root)
+    path = root / RENEWALS
     lines = path.read_bytes() if path.is_file() else b""
     if lines and not lines.endswith(b"\n"):
         lines += b"\n"  # behind a line that was cut short
@@ -221,7 +219,7 @@ def _keep_line(root: Path, renewal: Renewal) -> None:
 
 def _switch(root: Path, renewal: Renewal) -> None:
     """Let the generation of a decision serve, and keep only it and the generation that served before."""
-    chosen, built = Generation(root, renewal.generation), workspace(root) / f"{renewal.generation:06}"
+    chosen, built = Generation(root, renewal.generation), root / _WORKSPACE / f"{renewal.generation:06}"
     if not chosen.exists and not built.is_dir():
         return  # somebody removed the generation by hand
     others = [kept for kept in kept_generations(root) if kept != chosen]
@@ -230,29 +228,29 @@ def _switch(root: Path, renewal: Renewal) -> None:
         before = others[-1]  # `current` named a generation that is not there
     for generation in others:
         if generation.number not in (0, before.number):
-            generation.folder.rename(workspace(root) / f"removed-{generation.number:06}")
-            (generations_folder(root) / f".{generation.number:06}.lock").unlink(missing_ok=True)
+            generation.folder.rename(root / _WORKSPACE / f"removed-{generation.number:06}")
+            (root / GENERATIONS / f".{generation.number:06}.lock").unlink(missing_ok=True)
     if 0 not in (before.number, chosen.number):
-        _move_plain_database(root, workspace(root) / "removed-000000")
+        _move_plain_database(root, root / _WORKSPACE / "removed-000000")
     if not chosen.exists:
-        generations_folder(root).mkdir(mode=PRIVATE, exist_ok=True)
+        (root / GENERATIONS).mkdir(mode=PRIVATE, exist_ok=True)
         move_into_place(built, chosen.folder)
     if current_generation(root) != chosen:
         _switch_to(chosen)
 
 
 def _switch_to(generation: Generation) -> None:
-    write_whole(current_path(generation.root), f"{generation.number}\n".encode())
+    write_whole(generation.root / CURRENT, f"{generation.number}\n".encode())
 
 
 def _take_back(root: Path, renewal: Renewal) -> None:
     """Undo the publication of a generation that does not serve yet: remove its line, and move its folder."""
-    line, path = RENEWAL.dump_json(renewal) + b"\n", renewals_path(root)
+    line, path = RENEWAL.dump_json(renewal) + b"\n", root / RENEWALS
     if path.is_file() and (lines := path.read_bytes()).endswith(line):
         write_whole(path, lines.removesuffix(line), mode=0o600)
     chosen = Generation(root, renewal.generation)
     if chosen.exists:
-        chosen.folder.rename(workspace(root) / f"removed-{chosen.number:06}")
+        chosen.folder.rename(root / _WORKSPACE / f"removed-{chosen.number:06}")
 
 
 def _move_plain_database(root: Path, aside: Path) -> None:
@@ -260,10 +258,6 @@ def _move_plain_database(root: Path, aside: Path) -> None:
     for pattern in _PLAIN_DATABASE:
         for path in root.glob(pattern):
             path.rename(aside / path.name)
-
-
-def _decision_path(root: Path) -> Path:
-    return workspace(root) / "decision.json"
 
 
 def _remove(path: Path) -> None:
