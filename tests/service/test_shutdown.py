@@ -180,7 +180,8 @@ def test_second_signal_ends_the_process_at_once(start):
 
 # Starts and signals.
 
-# Runs the command line, and hangs in the import of torch.
+# Runs the command line, and hangs in the import of torch. The sleeps are short, because Python handles a
+# signal that arrives just before a sleep only after the sleep.
 SLOW_IMPORTS = """
 import sys, time
 
@@ -188,7 +189,8 @@ class Hanging:
     def find_spec(self, name, *_):
         if name == "torch":
             print("importing", flush=True)
-            time.sleep(600)
+            for _ in range(6000):
+                time.sleep(0.1)
 
 sys.meta_path.insert(0, Hanging())
 from service.cli import main
