@@ -103,7 +103,8 @@ from service.settings.reading import write_settings
     default="attncache.toml",
     show_default=True,
     help="File of settings to write, ending in .toml. What was measured is kept beside the file, in a file "
-    "ending in .json, and databases in a folder ending in .databases.",
+    "ending in .json, databases in a folder ending in .databases, and a classifier in one ending in "
+    ".classifier.",
 )
 @click.option(
     "--plot",

@@ -307,6 +307,15 @@ def test_accuracy_without_classes_is_of_a_classifier_that_was_fitted_on_choosing
     assert report.measured[0].accuracy == pytest.approx(right.mean())
 
 
+def test_what_another_tuning_has_measured_meanwhile_is_kept(options, measured_ways):
+    late = Tuning(options, TuneEvents())
+    tuned(options)
+    content, before = options.results.read_bytes(), len(measured_ways)
+    late.run()
+    assert len(measured_ways) == before
+    assert options.results.read_bytes() == content
+
+
 def test_model_that_scores_pairs_is_refused(options, tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path / "pairs", labels=["score"]))
     with pytest.raises(InvalidInput, match="single texts"):

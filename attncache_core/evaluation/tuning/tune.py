@@ -175,6 +175,8 @@ class Tuning:
 
     def run(self) -> TuneReport:
         """Measure all ways and choose one. Can be stopped at any time: what was measured is kept."""
+        # Again, because another tuning may have measured since this one was made.
+        self.results = Results.open(self.options.results, self.inputs)
         self.events.begun(self.choosing, self.measuring, self.results)
         if self._measure(_EXACT) is None:
             raise InvalidInput(f"the model cannot be measured: {self.failed['exact']}", field="model")
