@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import prefill, random_sequences
+from core_models import prefill, random_sequences, write_sentence_transformer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +23,10 @@ from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.strangeness_limit import choose_limit
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.calibration.trial import savings_of
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import InvalidInput
+from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import nearest_label
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -222,6 +223,14 @@ def test_progress_of_both_stages_reaches_its_end(steps):
     for stage in stages:
         of_stage = [(done, total) for name, done, total in steps if name == stage]
         assert of_stage == [(done, len(of_stage)) for done in range(1, len(of_stage) + 1)]
+
+
+def test_database_of_another_model_is_refused(built, texts, tmp_path):
+    other = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1)), dtype="float32"
+    )
+    with pytest.raises(DatabaseRefused, match="was built for"):
+        calibrate_database(other, AttentionDatabase.open(built), texts, (), BUDGET)
 
 
 def test_mask_never_holds_heads_that_the_records_lack(
