@@ -359,6 +359,15 @@ async def test_lock_ends_with_the_longest_time_of_a_request_if_the_file_failed_w
     assert await second.lock(session)
 
 
+async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path):
+    first, second = two_processes(tmp_path)
+    session, history = (b"", "s"), History((array("i", [1]),))
+    before = await first.history(session)
+    await second.keep(session, None, history)
+    assert await first.keep(session, before, History()) == "changed"
+    assert await first.history(session) == history.written()
+
+
 # A file that fails.
 
 
