@@ -23,6 +23,7 @@ from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE, LinearClassi
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.decisions import LETTERS, class_scores
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
+from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -227,15 +228,20 @@ class Decisions:
         """Return a logit for each pair, float32 [pairs], from the results of `run`.
 
         outputs, log_probabilities: of all sequences of the pairs. For two labels, the logit is the difference
-        of their logits. Raises InvalidInput if the model scores no pairs.
+        of their logits. Raises InvalidInput if the model scores no pairs, and NotFinite with the index of the
+        first pair whose logit is not finite, as "documents".
         """
         self.require_pairs()
         if self.label_tokens is None:
-            single: np.ndarray = outputs[:, 0]
-            return single
-        both = self.label_logits(self.label_tokens, outputs, log_probabilities)
-        difference: np.ndarray = both[:, 1] - both[:, 0]
-        return difference
+            logits: np.ndarray = outputs[:, 0]
+        else:
+            both = self.label_logits(self.label_tokens, outputs, log_probabilities)
+            # Finite outputs have a logit that is not finite if the rows of the labels in the language head
+            # are damaged or very large.
+            with np.errstate(over="ignore", invalid="ignore"):
+                logits = both[:, 1] - both[:, 0]
+        require_finite(np.isfinite(logits), "documents")
+        return logits
 
     def pair_scores(
         self,

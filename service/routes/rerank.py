@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import (
     InputTooLong,
     InvalidInput,
+    NotFinite,
     PrefillEngine,
     PrefillResult,
     class_scores,
@@ -274,7 +275,13 @@ async def _by_pairs(call: Call, body: RerankRequest, field: str, documents: list
             rename(error, "query")
         raise
     # In a thread, as in by_tokens: the model may be a decoder whose labels are scored.
-    logits = await asyncio.to_thread(engine.decisions.pair_logits, result.outputs, result.log_probabilities)
+    try:
+        logits = await asyncio.to_thread(
+            engine.decisions.pair_logits, result.outputs, result.log_probabilities
+        )
+    except NotFinite as error:
+        rename(error, f"{field}[{error.index}]")
+        raise
     scores = logits if body.raw_scores else class_scores(logits, multi_label=True)
     return Relevance(logits, scores, result)
 

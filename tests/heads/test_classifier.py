@@ -181,9 +181,12 @@ def test_classifier_of_the_version_before_has_no_digest_and_is_read_behind_a_byt
         {"bias": np.zeros(3)},
         {"weight": np.zeros((3, DIMENSIONS), np.float16)},
         {"weight": np.zeros((3, 0), np.float32)},
+        {"weight": np.full((3, DIMENSIONS), np.nan, np.float32)},
+        {"weight": np.full((3, DIMENSIONS), 3e38, np.float32)},
+        {"bias": np.full(3, -3e38, np.float32)},
     ],
 )
-def test_weights_of_another_shape_or_type_are_refused(tmp_path, changes):
+def test_weights_of_another_shape_or_type_or_without_finite_logits_are_refused(tmp_path, changes):
     replace(fitted(), **changes).save(tmp_path)
     with pytest.raises(DatabaseRefused, match="cannot be read"):
         LinearClassifier.load(tmp_path)

@@ -5,7 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from core_models import prefill, random_text
+from core_decoders import write_llama
+from core_models import damage_weights, prefill, random_text
 from fake_engine import FakeEngine, serving
 from running import metrics_of
 
@@ -14,6 +15,7 @@ from attncache_core import (
     BuildOptions,
     CorpusSentence,
     KeyValueOptions,
+    NotFinite,
     PrefillEngine,
     class_scores,
 )
@@ -175,6 +177,22 @@ async def test_logits_are_computed_beside_the_event_loop(folder, monkeypatch, pa
         assert (await client.post(path, json=body)).status_code == 200
     assert threads
     assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("number", [float("nan"), 3e38])
+async def test_pair_whose_logit_is_not_finite_is_named(tmp_path, number):
+    tiny = write_llama(tmp_path / "model")
+    labels = load(tiny, SINGLE[:2]).decisions.label_tokens
+    damage_weights(tiny, labels.tokens[1], number, ("lm_head.weight",))
+    engine = load(tiny, SINGLE[:2], "{query} {document}")
+    async with serving(engine) as client:
+        for field, raw in (("texts", False), ("texts", True), ("documents", False)):
+            body = {"query": TEXTS[0], field: TEXTS, "raw_scores": raw}
+            response = await client.post("/rerank", json=body)
+            assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
+            assert f"NaN or infinity for {field}[0];" in response.json()["error"]
+    with pytest.raises(NotFinite, match=r"documents\[0\]"):
+        engine.rerank(TEXTS[0], TEXTS)
 
 
 async def test_server_without_labels_requires_labels_and_refuses_embeddings_with_a_remedy(folder):
