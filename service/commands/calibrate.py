@@ -116,6 +116,7 @@ def calibrate(
             engine, opened, engine.tokenize(chosen), unfamiliar_texts(chosen), budget, progress
         )
     show_database(AttentionDatabase.open(database))
+    click.echo("running servers use the new mask and thresholds once they are started again", err=True)
 
 
 def _calibrate_segments(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 from core_models import prefill, random_text
 
 from attncache_core import (
@@ -65,14 +65,15 @@ def calibrate(checkpoint, database, *arguments):
 
 @pytest.fixture(scope="module")
 def calibrated(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory, fixed_costs):  # noqa: ARG001
-    """A calibrated database, and what the command printed. Tests must not change the database."""
+    """A calibrated database, and the result of the command. Tests must not change the database."""
     database = tmp_path_factory.mktemp("databases") / "calibrated.db"
     shutil.copytree(tiny_prototypes_database, database)
-    return database, succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET))
+    return database, calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", *BUDGET)
 
 
 def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(tiny_prototypes_database, calibrated):
-    database, text = calibrated
+    database, result = calibrated
+    text = succeeded(result)
     folders = (tiny_prototypes_database, database)
     before, after = (AttentionDatabase.open(folder).manifest for folder in folders)
     assert after.policy != before.policy
@@ -83,6 +84,7 @@ def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(tiny_prototyp
     assert {name.partition("-")[0] for name in changed} == {"familiarity"}
     assert (after.records, after.build) == (before.records, before.build)
     assert text == succeeded(run("inspect", database))
+    assert without_progress(result.stderr)[-1].endswith("once they are started again")
     assert "mean cosine of the hits at least 0.8" in text
     # Without a floor, no hit can be below it.
     hits = after.quality["unfamiliar"]["left_out"]["hits"]
