@@ -1,6 +1,7 @@
 """Compute chunks on all threads of the engine.
 
-chunk -> distinct texts -> sequences -> batches of like lengths -> engine threads -> one row per text
+chunk -> texts that are new -> sequences -> batches of like lengths -> engine threads -> one row per text
+      -> texts of chunks before -----------------------------------> the output -------->
 
 While a chunk is computed, the next one is read and tokenised.
 """
@@ -83,7 +84,7 @@ Sequences = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    texts: list[int]  # indices of the distinct texts
+    texts: list[int]  # indices of the new texts
     numbers: Future[np.ndarray]  # float32 [texts, width]
 
 
@@ -102,8 +103,12 @@ class Computing:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def computed(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, np.ndarray]]:
+    def computed(
+        self, chunks: Iterable[Chunk], yielded: Callable[[list[int]], np.ndarray]
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yield each chunk with its numbers, float32 [texts, width], in order.
+
+        yielded: returns the numbers of rows of chunks before, in this run or in the one that it continues.
 
         At most one chunk is read ahead. If reading or tokenising fails, what was read before is computed and
         yielded first. Raises NotFinite if the model computes NaN or infinity for a text, and InputTooLong or
@@ -121,33 +126,42 @@ class Computing:
             if chunk is None or len(pending) > 1:
                 if not pending:
                     break
-                yield self._finish(*pending.popleft())
+                yield self._finish(*pending.popleft(), yielded)
         if failure:
             raise failure
 
     def _start(self, chunk: Chunk) -> tuple[Chunk, list[str], list[_Batch]]:
-        texts = list(dict.fromkeys(chunk.texts))
+        texts = chunk.new
         with _naming_rows(chunk, texts):
             made = self._engine.tokenize(texts, prompt=self._task.prompt)
         plans = len(self._task.prompt.sequence_plans)
         of_texts = [made[first : first + plans] for first in range(0, len(made), plans)]
-        truncated = {
-            text for text, of_text in zip(texts, of_texts, strict=True) if truncated_sequences(of_text)
-        }
-        self.truncated_rows += sum(text in truncated for text in chunk.texts) if truncated else 0
+        for text, of_text in zip(texts, of_texts, strict=True):
+            chunk.distinct[text].is_cut = truncated_sequences(of_text) > 0
+        self.truncated_rows += sum(chunk.distinct[text].is_cut for text in chunk.texts)
         batches = [
             _Batch(indices, self._pool.submit(self._run, [of_texts[index] for index in indices]))
             for indices in self._batches(of_texts)
         ]
         return chunk, texts, batches
 
-    def _finish(self, chunk: Chunk, texts: list[str], batches: list[_Batch]) -> tuple[Chunk, np.ndarray]:
-        distinct = np.empty((len(texts), self._task.width), dtype=np.float32)
+    def _finish(
+        self,
+        chunk: Chunk,
+        texts: list[str],
+        batches: list[_Batch],
+        yielded: Callable[[list[int]], np.ndarray],
+    ) -> tuple[Chunk, np.ndarray]:
+        numbers = np.empty((len(chunk.distinct), self._task.width), dtype=np.float32)
         for batch in batches:
             with _naming_rows(chunk, [texts[index] for index in batch.texts]):
-                distinct[batch.texts] = batch.numbers.result()
+                numbers[batch.texts] = batch.numbers.result()
         row_of = {text: row for row, text in enumerate(texts)}
-        return chunk, distinct[[row_of[text] for text in chunk.texts]]
+        before = [text for text in chunk.distinct if text not in row_of]
+        if before:
+            numbers[len(texts) :] = yielded([chunk.distinct[text].row for text in before])
+            row_of |= {text: row for row, text in enumerate(before, len(texts))}
+        return chunk, numbers[[row_of[text] for text in chunk.texts]]
 
     def _batches(self, of_texts: Sequence[Sequences]) -> Iterator[list[int]]:
         """Yield batches of texts, as indices. Longest texts first, so that no thread is left with them.

@@ -3,8 +3,8 @@
 No row is skipped silently, so that row i of the output belongs to row i of the input. A bad row is refused
 with its line and a remedy, and never with its text.
 
-A chunk is what is computed and saved at once. Where chunks end depends on the rows alone, so a run that was
-continued computes the same chunks.
+A chunk is what is computed and saved at once. Where chunks end, and which of their texts came before, depends
+on the rows alone, so a run that was continued computes the same chunks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _ROWS_AT_ONCE = 1024
 CHUNK_ROWS = 4096
 # Long texts take seconds per chunk, so this is what a killed run loses. Larger chunks are not faster.
 CHUNK_CHARACTERS = 2**18
+# So many different texts are known if they come again, in some 300 bytes each.
+_MAX_KNOWN = 2**18
 
 
 class Rows(Protocol):
@@ -221,15 +224,30 @@ class Done:
     digest: str  # of their texts, in hexadecimal
 
 
+@dataclass(slots=True)
+class Known:
+    """What is known of a text that was read."""
+
+    row: int  # the first one with this text, from 0
+    is_cut: bool = False  # whether the text was too long, and was cut
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Neighbouring rows."""
 
     texts: list[str]
+    distinct: dict[str, Known]  # the texts, each once
     numbers: list[int]  # of the rows, as Rows.place takes them
     done: Done  # with this chunk
     share: float | None  # of the file that is read with this chunk, as Rows.share
     rows: Rows
+
+    @property
+    def new(self) -> list[str]:
+        """The texts that are in no chunk before, each once."""
+        first = self.done.rows - len(self.texts)
+        return [text for text, known in self.distinct.items() if known.row >= first]
 
     def place_of(self, text: str) -> str:
         """Return where the first row with this text is, for errors."""
@@ -245,6 +263,7 @@ class ChunkReader:
     def __init__(self, rows: Rows) -> None:
         self._rows, self._numbered = rows, iter(rows)
         self._digest, self._count = hashlib.blake2b(digest_size=16), 0
+        self._known = OrderedDict[bytes, Known]()  # by the digest of the text, in the order of the last row
 
     def skip(self, done: Done) -> bool:
         """Skip the rows that are done. Returns whether the file begins with these rows.
@@ -258,26 +277,33 @@ class ChunkReader:
     def chunks(self) -> Iterator[Chunk]:
         """Yield the next chunks. Raises InvalidInput as iterating the rows does."""
         texts: list[str] = []
+        distinct: dict[str, Known] = {}
         numbers: list[int] = []
         characters = 0
         for number, text in self._numbered:
-            self._add(text)
+            distinct[text] = self._add(text)
             texts.append(text)
             numbers.append(number)
             characters += len(text)
             if len(texts) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-                yield Chunk(texts, numbers, self._done, self._rows.share, self._rows)
-                texts, numbers, characters = [], [], 0
+                yield Chunk(texts, distinct, numbers, self._done, self._rows.share, self._rows)
+                texts, distinct, numbers, characters = [], {}, [], 0
         if texts:
-            yield Chunk(texts, numbers, self._done, self._rows.share, self._rows)
+            yield Chunk(texts, distinct, numbers, self._done, self._rows.share, self._rows)
 
     @property
     def _done(self) -> Done:
         return Done(self._count, self._digest.hexdigest())
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str) -> Known:
         content = text.encode()
         # The length keeps "ab", "c" and "a", "bc" apart.
         self._digest.update(b"%d:" % len(content))
         self._digest.update(content)
+        name = hashlib.blake2b(content, digest_size=16).digest()
+        known = self._known.setdefault(name, Known(self._count))
+        self._known.move_to_end(name)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
         self._count += 1
+        return known

@@ -85,7 +85,7 @@ def run(
             )
         try:
             with Computing(engine, task, batch_tokens) as computing:
-                for chunk, numbers in computing.computed(reader.chunks()):
+                for chunk, numbers in computing.computed(reader.chunks(), spool.numbers):
                     spool.append(numbers, chunk.done)
                     report(spool.done.rows, chunk.share)
             if spool.done.rows:

@@ -151,7 +151,7 @@ class ShardWorker:
             numbers = np.empty((shard.rows, self._task.width), np.float32)
             done = 0
             with Computing(self._engine, self._task, self._work.batch_tokens) as computing:
-                for _, computed in computing.computed(ChunkReader(part).chunks()):
+                for _, computed in computing.computed(ChunkReader(part).chunks(), numbers.__getitem__):
                     numbers[done : done + len(computed)] = computed
                     done += len(computed)
         return as_parquet(numbers, self._task.classes, output)

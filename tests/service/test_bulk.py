@@ -187,10 +187,12 @@ def test_pipe_is_an_input_and_its_run_continues(tiny_checkpoint, tmp_path, sourc
 
 def test_texts_that_are_cut_are_counted_row_by_row(tiny_checkpoint, tmp_path):
     source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
-    source.write_text("my card\n" + "my card is lost where is it\n" * 2 + "card\n", encoding="utf-8")
+    # Neighbours, and again in a chunk behind them, which takes the text from the output.
+    long = "my card is lost where is it\n"
+    source.write_text("my card\n" + long * 2 + "card\n" * 2 * ROWS_PER_CHUNK + long, encoding="utf-8")
     shown = run(*embed_arguments(tiny_checkpoint, source, output, "--max-tokens", 6))
     assert shown.exit_code == 0
-    assert "2 texts of this run were cut, because they have more than 6 tokens" in shown.stderr
+    assert "3 texts of this run were cut, because they have more than 6 tokens" in shown.stderr
 
 
 def test_pipe_without_a_format_or_of_parquet_is_refused(tiny_checkpoint, tmp_path):
@@ -748,9 +750,11 @@ def test_at_most_one_chunk_is_read_ahead(tiny_engine):
     rows = Endless()
     task = embedding(tiny_engine, None, None)
     with Computing(tiny_engine, task, 64) as computing:
-        computed = computing.computed(ChunkReader(rows).chunks())
+        yielded = []
+        computed = computing.computed(ChunkReader(rows).chunks(), lambda rows: np.array(yielded)[rows])
         for done in range(1, 6):
             chunk, numbers = next(computed)
+            yielded.extend(numbers)
             assert len(numbers) == len(chunk.texts) == ROWS_PER_CHUNK
             assert rows.read == (done + 1) * ROWS_PER_CHUNK
         computed.close()
@@ -816,23 +820,52 @@ def batches(monkeypatch):
     return noted
 
 
-def computed(engine, texts, batch_tokens):
-    """Return the embeddings of a chunk of texts."""
-    chunk = rows.Chunk(texts, list(range(len(texts))), rows.NOTHING, 1.0, None)
-    with Computing(engine, embedding(engine, None, None), batch_tokens) as computing:
-        ((_, numbers),) = computing.computed([chunk])
-    return numbers
+def test_equal_texts_are_computed_once_also_in_a_run_that_continues(
+    tiny_checkpoint, tiny_engine, tmp_path, batches, monkeypatch
+):
+    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    # The first chunk has two texts. One more is new in the second chunk, and none in the third one.
+    order = [0, 1] * 4 + [2, 1] * 4 + [0] * ROWS_PER_CHUNK
+    texts = ["my card", "bank", "lost"]
+    source.write_text("\n".join(texts[index] for index in order) + "\n", encoding="utf-8")
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    assert stop_ever_later(arguments, output, [8], monkeypatch) == 1
+    assert json.loads(spool.progress(output).read_bytes())["done"]["rows"] == ROWS_PER_CHUNK
+    batches.clear()
+    succeeded(run(*arguments))
+    assert [len(batch) for batch in batches] == [1]
+    assert (np.load(output) == tiny_engine.embed(texts)[order]).all()
 
 
-def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, batches):
-    numbers = computed(tiny_engine, ["card", "bank", "card", "card"], 1024)
-    assert [len(batch) for batch in batches] == [2]
-    assert (numbers[[0, 2]] == numbers[3]).all()
-    assert (numbers[1] != numbers[0]).any()
+def test_text_that_was_not_read_lately_is_computed_again(
+    tiny_checkpoint, tiny_engine, tmp_path, batches, monkeypatch
+):
+    """So memory is bounded."""
+    monkeypatch.setattr(rows, "_MAX_KNOWN", 2)
+    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    several = ["card", "bank", "lost"] * ROWS_PER_CHUNK
+    source.write_text("\n".join(several) + "\n", encoding="utf-8")
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
+    assert [len(batch) for batch in batches] == [3, 3, 3]
+    assert (np.load(output) == tiny_engine.embed(several)).all()
 
 
-def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_engine, texts, batches):
-    computed(tiny_engine, [*texts, "card " * 100], 64)
+def test_output_that_was_cut_by_others_is_read_no_further(tmp_path):
+    with spool.open_spool(tmp_path / "out.npy", 4, {}) as opened:
+        opened.append(np.ones((3, 4)), rows.Done(3, ""))
+        assert opened.numbers([2, 0]).tolist() == [[1.0] * 4] * 2
+        os.truncate(spool.partial(tmp_path / "out.npy"), 140)
+        with pytest.raises(OSError, match="was cut while it was written"):
+            opened.numbers([2])
+
+
+def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(
+    tiny_checkpoint, tmp_path, texts, batches, monkeypatch
+):
+    monkeypatch.setattr(rows, "CHUNK_ROWS", 4096)
+    source = write_texts(tmp_path / "texts.tsv", [*texts, "card " * 100])
+    arguments = embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy", "--column", "body")
+    succeeded(run(*arguments, "--batch-tokens", 64))
     batches.sort(key=max, reverse=True)
     assert batches[0] == [102]
     assert all(sum(lengths) <= 64 for lengths in batches[1:])

@@ -38,13 +38,15 @@ KILLS = int(os.environ.get("ATTNCACHE_RAY_KILLS", "0"))
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setattr(shards, "SHARD_ROWS", 8)
+    monkeypatch.setattr("service.bulk.rows.CHUNK_ROWS", 3)
 
 
 @pytest.fixture(scope="module")
 def texts():
-    """Texts of three files."""
+    """Texts of three files, some of them equal."""
     random = np.random.default_rng(0)
-    return [[random_text(random, 4) for _ in range(30)] for _ in range(3)]
+    distinct = [random_text(random, 4) for _ in range(30)]
+    return [[distinct[index] for index in random.integers(0, 30, size=30)] for _ in range(3)]
 
 
 @pytest.fixture
