@@ -55,11 +55,7 @@ def locked_within(path: Path, seconds: float) -> Iterator[bool]:
 
 
 class HeldByAnother(Exception):
-    """Another process holds a lock; `process` is its id, or None if it has not written its id yet."""
-
-    def __init__(self, process: int | None) -> None:
-        super().__init__(process)
-        self.process = process
+    """Who holds a lock: `process 123`, or `another process`, which has not written its id yet."""
 
 
 @contextmanager
@@ -74,7 +70,7 @@ def locked_at_once(path: Path) -> Iterator[None]:
         if not _try_lock(file):
             file.seek(0)
             content = file.read()
-            raise HeldByAnother(int(content) if content.isdigit() else None)
+            raise HeldByAnother(f"process {content}" if content.isdigit() else "another process")
         try:
             file.truncate(0)
             # Nothing stays in a buffer, because closing the file would fail again, without its name.
