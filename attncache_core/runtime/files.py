@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,6 +129,13 @@ def _begun(unfinished: Path, mode: int) -> Iterator[IO[bytes]]:
             if os.fstat(file.fileno()).st_nlink:  # it was not removed before it was locked
                 yield file
                 return
+
+
+def write_all(file: FileIO, content: bytes | memoryview) -> None:
+    """Write everything, although one call may write less, as on a disk that fills up. Raises OSError."""
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
 def move_to_new(path: Path, target: Path) -> None:
