@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from attncache_core.build.training import TRAINING_STEPS
 from attncache_core.engine.prefill import PrefillEngine
@@ -38,6 +39,13 @@ class BuildOptions:
     dimensions: int = DIMENSIONS  # size of the feature vectors
     training_steps: int = TRAINING_STEPS
     seed: int = 0
+
+
+def bounds_of(budget: Budget) -> dict[str, Any]:
+    """Return the options of a build that keeps this budget."""
+    if budget.measure is Measure.AGREEMENT:
+        return {"min_agreement": budget.least}
+    return {"min_cosine": budget.least, "min_text_cosine": budget.floor}
 
 
 def default_budget(engine: PrefillEngine, options: BuildOptions) -> Budget:

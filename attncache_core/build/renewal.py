@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from attncache_core.build.builder import build_database
-from attncache_core.build.options import PROTOTYPES, BuildOptions
+from attncache_core.build.options import PROTOTYPES, BuildOptions, bounds_of
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.gain import require_gain
 from attncache_core.calibration.prospect import could_pay
@@ -40,7 +40,6 @@ from attncache_core.corpus.reservoir import SampledText
 from attncache_core.corpus.sample import read_log, read_sample, sample_folder, write_log
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
-from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result
 from attncache_core.reuse.maps.publishing import (
@@ -79,8 +78,7 @@ def renew_database(
     Raises DatabaseRefused if the present generation cannot be opened or is of another model or another use
     of the model, InvalidInput if the database keeps no budget, or if there is no sample or too few texts,
     BuildFailed if another process renews or the build fails, MachineBusy if nothing can be measured, and
-    OSError. A renewal that fails changes nothing that serves, and a later one
-    goes on with what was built.
+    OSError. A renewal that fails changes nothing that serves, and a later one goes on with what was built.
     """
     with renewing(folder) as finished:
         present = AttentionDatabase.open(folder)
@@ -255,11 +253,7 @@ def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOpti
     given["form"] = MapForm(form) if form else None
     if synthetic_only:
         given |= {"synthetic_only": True, "prototypes": given.get("prototypes") or PROTOTYPES}
-    if budget.measure is Measure.COSINE:
-        given |= {"min_cosine": budget.least, "min_text_cosine": budget.floor}
-    else:
-        given |= {"min_agreement": budget.least}
-    return BuildOptions(**given)
+    return BuildOptions(**given | bounds_of(budget))
 
 
 def _build(

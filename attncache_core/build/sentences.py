@@ -59,8 +59,7 @@ class Sentences:
 
     @cached_property
     def _training_by_length(self) -> list[list[int]]:
-        trained = zip(self.sequences, self.held_out.tolist(), strict=True)
-        return sorted((ids for ids, held_out in trained if not held_out), key=len)
+        return sorted(self.of_side(held_out=False), key=len)
 
     def rows(self, indices: Sequence[int], *, held_out: bool) -> list[int]:
         """Return the positions in `indices` of the held-out sequences, or of the training sequences.

@@ -31,7 +31,7 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.engine.result import PrefillResult
 from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.decisions import headings as listwise_headings
+from attncache_core.heads.decisions import listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, PromptShapes, checksum_of
 from attncache_core.reuse.maps.policy import Budget

@@ -43,10 +43,12 @@ class Template:
 
         {instruction:TEXT} in front of {query} stands for TEXT, which `instructed` replaces. field: the name
         of the template in error messages. pairs: accept templates of pairs. Raises InvalidInput unless
-        `written` contains {} exactly once, or {query} and behind it {document} exactly once.
+        `written` contains {} exactly once, or {query} and behind it {document} exactly once, and if an
+        instruction stands elsewhere.
         """
         if written.count(_PLACEHOLDER) == 1:
             prefix, suffix = written.split(_PLACEHOLDER)
+            _require_no_instruction(prefix, suffix, field)
             return cls(prefix, suffix)
         if not pairs:
             raise InvalidInput(f"{field} must hold {_PLACEHOLDER} exactly once", field=field)
@@ -55,6 +57,7 @@ class Template:
             if _DOCUMENT not in rest:
                 raise InvalidInput(f"{field} must hold {_QUERY} in front of {_DOCUMENT}", field=field)
             middle, suffix = rest.split(_DOCUMENT)
+            _require_no_instruction(middle, suffix, field)
             return cls._with_instruction(prefix, middle, suffix, field)
         raise InvalidInput(
             f"{field} must hold {_PLACEHOLDER}, where the text goes, exactly once, or {_QUERY} and "
@@ -153,6 +156,16 @@ class Template:
             first, end = self.instruction
             prefix = f"{prefix[:first]}{{instruction:{prefix[first:end]}}}{prefix[end:]}"
         return prefix + _QUERY + self.middle + _DOCUMENT + self.suffix
+
+
+def _require_no_instruction(first: str, second: str, field: str) -> None:
+    """Raise InvalidInput if one of two parts of a template has an instruction, which the model would read."""
+    if _INSTRUCTION.search(first) or _INSTRUCTION.search(second):
+        raise InvalidInput(
+            f"{field} must hold {{instruction:...}} only in front of {_QUERY}; move it there, or write its "
+            "text without the braces",
+            field=field,
+        )
 
 
 def shipped_templates() -> list[str]:

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ from attncache_core.runtime.files import (
     locked,
     locked_at_once,
     remove_unfinished,
+    write_all,
     write_whole,
 )
 
@@ -139,7 +140,7 @@ class TextSampler:
             # By now, a clock that was behind is right.
             self._rewrite()
         elif added:
-            _write_all(self._file.fileno(), added)
+            write_all(self._file, added)
             os.fdatasync(self._file.fileno())
             self._written += len(added)
         self._buffered.clear()
@@ -246,14 +247,14 @@ def _without_excess(texts: list[SampledText], least: int) -> list[SampledText]:
 
 def _first_free(folder: Path, lock: ExitStack) -> Path:
     """Lock the first log that no process holds, and return its path."""
-    for number in count():
+    number = 0
+    while True:
         path = folder / f"{number}.log"
         try:
             lock.enter_context(locked_at_once(folder / f".{path.name}.lock"))
+            return path
         except HeldByAnother:
-            continue
-        return path
-    raise AssertionError("count() has no end")
+            number += 1
 
 
 def _kept_key(folder: Path) -> bytes:
@@ -313,10 +314,3 @@ def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:
         tokens = content[at + _ENTRY.size : end]
         yield SampledText(tokens, b"" if client == _NO_CLIENT else client, asked_at), end
         at = end
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    """Write everything, although one call may write less, as on a disk that fills up. Raises OSError."""
-    remaining = memoryview(content)
-    while remaining:
-        remaining = remaining[os.write(descriptor, remaining) :]

@@ -35,15 +35,13 @@ _SURELY_QUOTED = 3
 
 
 def read_rows(
-    path: str, columns: tuple[str, ...], file_format: str | None = None, *, numbers: Sequence[str] = ()
+    path: str, columns: tuple[str, ...], file_format: str | None = None
 ) -> Iterator[tuple[str, ...]]:
     """Yield the values of `columns` for each row of a file.
 
     path: a file name, or "-" for standard input.
     file_format: one of FORMATS; by default the ending of the file name, and "txt" for standard input, which
     is then refused if it begins like a table or JSON Lines.
-    numbers: those of the columns in which a jsonl file may have JSON's numbers too. They are returned as a
-    table has them, such as "0" and "0.5".
     A txt file has one column, whose name does not matter: each line that is not blank. Tables start with a
     header row; a tsv file has no quoting, a csv file has. Each line of a jsonl file is a JSON object.
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
@@ -51,13 +49,17 @@ def read_rows(
     null byte. A tsv file that is surely quoted like a csv file is refused too, at the latest behind its last
     row.
     """
-    return (row for _, row in numbered_rows(path, columns, file_format, numbers=numbers))
+    return (row for _, row in numbered_rows(path, columns, file_format))
 
 
 def numbered_rows(
     path: str, columns: tuple[str, ...], file_format: str | None = None, *, numbers: Sequence[str] = ()
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield each row of read_rows with the number of its last line. Raises InvalidInput as read_rows does."""
+    """Yield each row of read_rows with the number of its last line. Raises InvalidInput as read_rows does.
+
+    numbers: those of the columns in which a jsonl file may have JSON's numbers too. They are returned as a
+    table has them, such as "0" and "0.5".
+    """
     known = format_of(path, file_format)
     try:
         with _open(path) as file:
@@ -96,7 +98,7 @@ def parse_rows(
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield each row of an open file with the number of its last line. Reads no further than necessary.
 
-    path: for errors. numbers: see read_rows. refuse_blank: refuse empty lines, as rows without a text; by
+    path: for errors. numbers: see numbered_rows. refuse_blank: refuse empty lines, as rows without a text; by
     default blank lines of txt and jsonl files and empty lines of tables are skipped. Raises InvalidInput as
     read_rows does, and OSError.
     """

@@ -21,8 +21,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE, LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
-from attncache_core.heads.decisions import LETTERS, class_scores
-from attncache_core.heads.decisions import TEMPLATE as LISTWISE
+from attncache_core.heads.decisions import LETTERS, LISTWISE, class_scores
 from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel

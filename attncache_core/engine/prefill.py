@@ -30,7 +30,7 @@ from attncache_core.engine.runner import Runner
 from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.decisions import TEMPLATE as LISTWISE
+from attncache_core.heads.decisions import LISTWISE
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite

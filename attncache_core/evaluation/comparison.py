@@ -164,12 +164,12 @@ def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: Lab
     started = time.perf_counter()
     results = [method(batch) for batch in batches]
     seconds = time.perf_counter() - started
-    together = len(labels.prompt.sequence_plans) if labels else 1
+    outputs = np.concatenate([_outputs(result, labels) for result in results])
     finite = np.concatenate([result.finite for result in results])
-    require_finite(finite.reshape(-1, together), "data")
+    require_finite(finite.reshape(len(outputs), -1), "data")
     search_seconds = sum(result.report.search_seconds for result in results)
     return _Run(
-        np.concatenate([_outputs(result, labels) for result in results]),
+        outputs,
         [outcome for result in results for outcome in result.outcomes],
         np.concatenate([result.similarities for result in results]),
         seconds,

@@ -10,10 +10,10 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput
 
 LETTERS = tuple(ascii_uppercase)
-TEMPLATE = Template.parse("Query: {}\nThe letter of the document that answers the query best:")
+LISTWISE = Template.parse("Query: {}\nThe letter of the document that answers the query best:")
 
 
-def headings(count: int) -> list[str]:
+def listwise_headings(count: int) -> list[str]:
     """Return what stands in front of each of `count` documents. Raises InvalidInput if there are too many."""
     if count > len(LETTERS):
         raise InvalidInput(

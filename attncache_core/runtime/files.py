@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,11 +56,7 @@ def locked_within(path: Path, seconds: float) -> Iterator[bool]:
 
 
 class HeldByAnother(Exception):
-    """Another process holds a lock; `process` is its id, or None if it has not written its id yet."""
-
-    def __init__(self, process: int | None) -> None:
-        super().__init__(process)
-        self.process = process
+    """Who holds a lock: `process 123`, or `another process`, which has not written its id yet."""
 
 
 @contextmanager
@@ -74,7 +71,7 @@ def locked_at_once(path: Path) -> Iterator[None]:
         if not _try_lock(file):
             file.seek(0)
             content = file.read()
-            raise HeldByAnother(int(content) if content.isdigit() else None)
+            raise HeldByAnother(f"process {content}" if content.isdigit() else "another process")
         try:
             file.truncate(0)
             # Nothing stays in a buffer, because closing the file would fail again, without its name.
@@ -132,6 +129,13 @@ def _begun(unfinished: Path, mode: int) -> Iterator[IO[bytes]]:
             if os.fstat(file.fileno()).st_nlink:  # it was not removed before it was locked
                 yield file
                 return
+
+
+def write_all(file: FileIO, content: bytes | memoryview) -> None:
+    """Write everything, although one call may write less, as on a disk that fills up. Raises OSError."""
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
 def move_to_new(path: Path, target: Path) -> None:

@@ -61,9 +61,7 @@ class TokenBatch:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Index of the first token of each run, and their end, int64 [runs + 1]."""
-        offsets = np.zeros(len(self.lengths) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        return offsets
+        return np.concatenate(([0], np.cumsum(self.lengths)))
 
     @cached_property
     def positions(self) -> torch.Tensor:

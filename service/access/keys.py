@@ -39,8 +39,6 @@ ADMIN = "admin"
 _QUOTAS = tuple(Quotas.__dataclass_fields__)
 _ACCEPTED = f"accepted are {ADMIN}, {', '.join(f'{quota}=NUMBER' for quota in _QUOTAS)}"
 _Digest = Callable[[bytes], bytes]
-# More than a request takes with usual settings.
-_MAX_SECONDS = 600.0
 _CHALLENGE = 'Bearer realm="attncache"'
 
 
@@ -67,7 +65,7 @@ class KeyRing:
         file: Path | None,
         option: str | None,
         *stores: Store,
-        max_seconds: float = _MAX_SECONDS,
+        max_seconds: float,
         process: str | None = None,
     ) -> None:
         """file: of --api-keys. option: the text of --api-key. Others: see QuotaUse.

@@ -57,10 +57,10 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, classes: Clas
     numbers: what `spooled` holds, float32 [rows, width]. classes: of the columns; None for embeddings.
     Raises FileExistsError if the output exists, and OSError.
     """
-    if output.suffix.lower() == ".npy":
+    suffix = output.suffix.lower()
+    if suffix == ".npy":
         move_to_new(spooled, output)
         return
-    suffix = output.suffix.lower()
     unfinished = output.with_name(f".{output.name}.{secrets.token_hex(8)}.unfinished")
     try:
         with unfinished.open("xb") as file:

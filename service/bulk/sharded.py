@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
@@ -137,7 +138,15 @@ def _begin(folder: ObjectFolder, options: Mapping[str, Any]) -> None:
     try:
         folder.put_if(OPTIONS, content, None)
     except Changed:
-        then = orjson.loads(folder.read(OPTIONS)[0])
+        then = None
+        with suppress(orjson.JSONDecodeError):
+            then = orjson.loads(folder.read(OPTIONS)[0])
+        if not isinstance(then, dict):
+            raise InvalidInput(
+                f"--output {folder.url} has a file {OPTIONS} that holds no options of a run; move it "
+                "away, or choose another folder for --output",
+                field="output",
+            ) from None
         for name in sorted({*options, *then}):
             if options.get(name) != then.get(name):
                 told = begun_otherwise(name, then.get(name), options.get(name))

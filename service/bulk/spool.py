@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from attncache_core import InvalidInput
-from attncache_core.runtime.files import remove_unfinished, write_whole
+from attncache_core.runtime.files import remove_unfinished, write_all, write_whole
 from service.bulk.rows import NOTHING, Done
 
 FINGERPRINT = "model fingerprint"  # among what an output is begun with
@@ -91,7 +91,7 @@ class Spool:
             self._was_removed = True
             raise OSError(errno.ENOENT, "was removed while it was written", str(partial(self._output)))
         self._file.seek(self._end)
-        self._write(np.ascontiguousarray(numbers, dtype=_NUMBER).reshape(-1).view(np.uint8).data)
+        write_all(self._file, np.ascontiguousarray(numbers, dtype=_NUMBER).reshape(-1).view(np.uint8).data)
         self._sync()
         self._write_state(done)
         self.done = done
@@ -126,11 +126,7 @@ class Spool:
 
     def _write_header(self) -> None:
         self._file.seek(0)
-        self._write(memoryview(self._header()))
-
-    def _write(self, content: memoryview) -> None:
-        while content:
-            content = content[self._file.write(content) :]
+        write_all(self._file, self._header())
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())

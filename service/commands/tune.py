@@ -185,9 +185,8 @@ def _only_tuning_of(output: Path) -> Iterator[None]:
         with locked_at_once(output.with_name(f".{output.name}.lock")):
             yield
     except HeldByAnother as held:
-        holder = "another process" if held.process is None else f"process {held.process}"
         raise InvalidInput(
-            f"{holder} tunes with --output {output} at present; wait until it has ended, or choose another "
+            f"{held} tunes with --output {output} at present; wait until it has ended, or choose another "
             "name",
             field="output",
         ) from held

@@ -22,7 +22,7 @@ _OF_TEXTS = ("fingerprint", "texts", "texts of int8", "database", "policy")
 
 def show_report(report: TuneReport) -> None:
     """Print the machine, the table with the fastest way first, and what was chosen."""
-    show_machine({**machine(report.inputs["threads"]), **_facts(report)})
+    show_machine(_facts(report))
     columns, rows = table(report)
     show_table(_measuring(report), columns, rows)
     for name, reason in report.failed.items():
@@ -78,8 +78,7 @@ def comment(report: TuneReport) -> Iterator[str]:
     yield WRITTEN_BY
     yield from conclusion(report)
     yield f"measured on {_measuring(report)}; the other {report.choosing} texts were not measured"
-    facts = {**machine(report.inputs["threads"]), **_facts(report)}
-    yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in facts.items()), _WIDTH)
+    yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in _facts(report).items()), _WIDTH)
     yield ""
     columns, rows = table(report)
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
@@ -117,5 +116,7 @@ def _gain(measured: MeasuredWay) -> str:
 
 
 def _facts(report: TuneReport) -> dict[str, object]:
-    known = {"processor", "threads", "torch", "transformers", *_OF_TEXTS}
-    return {name: fact for name, fact in report.inputs.items() if name not in known}
+    """Return the machine and its versions, and what else decided the figures."""
+    facts = machine(report.inputs["threads"])
+    others = {name: fact for name, fact in report.inputs.items() if name not in {*facts, *_OF_TEXTS}}
+    return {**facts, **others}

@@ -240,7 +240,7 @@ class Conversation:
 
         Returns the salt under which they are found; None if they are to be computed again.
         """
-        if salt is None or self.overflow == "recompute":
+        if salt is None or engine.key_values is None or self.overflow == "recompute":
             return None
         before = whole.kept()[: -len(whole.turns[-1]) or None]
         sinks = min(cut.sinks, len(before))
@@ -251,7 +251,5 @@ class Conversation:
         front, plan = len(frame.before), prompt.sequence_plans[0]
         positions = [*range(front + sinks), *range(front + len(before) - newest, front + len(before))]
         ids = [*frame.around(before), *plan.continuation]
-        if engine.key_values is None:
-            return None
         own_salt = whole.namespace or salt
         return engine.key_values.truncate(ids, plan, own_salt, positions, passing=len(frame.after))

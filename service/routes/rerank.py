@@ -29,7 +29,7 @@ from attncache_core import (
 )
 from attncache_core.checkpoints.template import Text as TextOrPair
 from attncache_core.engine.result import joined
-from attncache_core.heads.decisions import headings
+from attncache_core.heads.decisions import listwise_headings
 from attncache_core.heads.vectors import cosine_matrix
 from attncache_core.text.limits import NoRoomBesideQuery
 from attncache_core.text.prompts import Prompt
@@ -249,7 +249,7 @@ async def _by_list(call: Call, query: str, documents: list[str], salt: bytes) ->
             "texts or documents to this server",
             field="segments",
         )
-    source = segments_of(call, documents, query, headings(len(documents)))
+    source = segments_of(call, documents, query, listwise_headings(len(documents)))
     found = await by_tokens(call, source, call.engine.decisions.letters, salt=salt)
     logits = found.logits[:, : len(documents)]
     return Relevance(logits[0], class_scores(logits)[0], found.result)

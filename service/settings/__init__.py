@@ -4,8 +4,8 @@
     ATTNCACHE_PORT=8081 attncache serve --config attncache.toml   ->   Settings(port=8081, threads=2, ...)
 
 Each field is an option `--kebab-case`, a variable `ATTNCACHE_<NAME>` and a key of the file. A name or value
-that is not accepted is refused at the start, with its name. To add a setting, add a field to its group, in
-network.py, connections.py, model.py, limits.py or reuse.py.
+that is not accepted is refused at the start, with its name. To add a setting, add a field to its group;
+settings.py lists the groups.
 """
 
 from service.settings.names import CONFIG_VARIABLE, environment_name, option_name

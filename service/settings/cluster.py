@@ -13,8 +13,8 @@ from service.settings.names import Group, refused
 SharedUse = Literal["kv", "sessions", "quotas", "findings"]
 SHARED_USES: tuple[SharedUse, ...] = ("kv", "sessions", "quotas", "findings")
 _ACCEPTED = (
-    "valkeys://USER:PASSWORD@HOST:6379/0, or valkey:// without TLS; user, password, port and the number of \
-the database may be left out"
+    "valkeys://USER:PASSWORD@HOST:6379/0, or valkey:// without TLS; user, password, port and the number of "
+    "the database may be left out"
 )
 
 

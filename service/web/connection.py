@@ -73,6 +73,11 @@ class Connections:
         # If answers that are not read take most of what they may, others are refused soon.
         return self.state.settings.write_seconds * (_CROWDED_SHARE if self.state.answers.is_half_taken else 1)
 
+    def too_many(self) -> TooManyConnections:
+        """Return the error of a connection beyond the limit."""
+        most = self.state.settings.max_connections
+        return TooManyConnections(f"the server has {most} connections, and accepts no more at present")
+
     def note_cut(self, reason: str) -> None:
         """Count a connection that was refused or cut. reason: one of metrics.CUT_REASONS."""
         self.state.metrics.cuts.labels(reason).inc()
@@ -130,9 +135,7 @@ class Connection(HttpToolsProtocol):
             return
         connections.excess[self] = None
         if len(connections.excess) > _MAX_EXCESS_CONNECTIONS:
-            next(iter(connections.excess)).cut(
-                _too_many_connections(connections.state.settings.max_connections)
-            )
+            next(iter(connections.excess)).cut(connections.too_many())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of the connection."""
@@ -264,8 +267,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False
             if cycle.scope["path"] not in HEALTH_PATHS:
                 connections.note_cut(TooManyConnections.code)
-                response = error_response(_too_many_connections(connections.state.settings.max_connections))
-                app = response
+                app = error_response(connections.too_many())
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -393,10 +395,6 @@ class Connection(HttpToolsProtocol):
 
 def _late(what: str, seconds: float) -> RequestTimeout:
     return RequestTimeout(f"the {what} of the request did not arrive within {seconds:g} seconds")
-
-
-def _too_many_connections(maximum: int) -> TooManyConnections:
-    return TooManyConnections(f"the server has {maximum} connections, and accepts no more at present")
 
 
 def _on_the_wire(response: Response) -> bytes:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from attncache_core.runtime.files import when_written
 from service.errors import AddressUnavailable, InvalidSettings
-from service.settings import Settings
+from service.settings import Settings, option_name
 
 ListenerName = Literal["public", "admin"]
 # Key in a request's ASGI scope: the name of the listener that accepted the connection.
@@ -197,8 +197,8 @@ def _refuse_unreadable(option: str, path: Path) -> None:
         path.open("rb").close()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        name = "--" + option.replace("_", "-")
-        raise InvalidSettings(f"{name} {path} cannot be read: {reason}", field=option) from error
+        message = f"{option_name(option)} {path} cannot be read: {reason}"
+        raise InvalidSettings(message, field=option) from error
 
 
 def _what_is_wrong(error: ssl.SSLError, cert: Path, key: Path) -> str:

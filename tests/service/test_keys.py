@@ -32,8 +32,8 @@ def headers(**named):
     return {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}
 
 
-def ring(text):
-    return KeyRing(None, text, LocalStore())
+def ring(text=None, file=None):
+    return KeyRing(file, text, LocalStore(), max_seconds=600.0)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def keys(file):
-    return KeyRing(file, None, LocalStore())
+    return ring(file=file)
 
 
 # The file.
@@ -80,7 +80,7 @@ def test_unknown_key_is_refused_and_not_repeated(keys, key):
 
 
 def test_keys_are_found_by_salted_digests_and_not_kept(file):
-    keys, other = KeyRing(file, f"own {TWO}-of-variable", LocalStore()), KeyRing(file, None, LocalStore())
+    keys, other = ring(f"own {TWO}-of-variable", file), ring(file=file)
     assert all(len(digest) == 32 for digest in keys._holders)
     assert not set(keys._holders) & set(other._holders)
     reachable, seen = [keys], set()
@@ -119,7 +119,7 @@ def test_keys_are_found_by_salted_digests_and_not_kept(file):
 )
 def test_malformed_file_is_refused_with_the_line_and_without_its_content(tmp_path, text, says):
     with pytest.raises(InvalidSettings) as raised:
-        KeyRing(keys_file(tmp_path, text), None, LocalStore())
+        ring(file=keys_file(tmp_path, text))
     assert says in str(raised.value)
     assert str(tmp_path / "keys") in str(raised.value)
     assert not any(secret in str(raised.value) for secret in (ONE, TWO, "Secret", "x" * 100))
@@ -127,10 +127,10 @@ def test_malformed_file_is_refused_with_the_line_and_without_its_content(tmp_pat
 
 def test_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(InvalidSettings, match="cannot be read: no such file"):
-        KeyRing(tmp_path / "none", None, LocalStore())
+        ring(file=tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"one \xe4\xe4\xe4")
     with pytest.raises(InvalidSettings, match="is not UTF-8"):
-        KeyRing(tmp_path / "latin", None, LocalStore())
+        ring(file=tmp_path / "latin")
 
 
 def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file():

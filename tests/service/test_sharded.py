@@ -278,6 +278,18 @@ def test_output_with_a_file_of_somebody_else_is_refused(tiny_checkpoint, folder,
     assert (output / "notes" / MANIFEST).read_bytes() == b"never touched"
 
 
+@pytest.mark.parametrize("content", [b"of the user", b"[1]"])
+def test_output_with_options_of_somebody_else_is_refused(tiny_checkpoint, folder, tmp_path, content):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / OPTIONS).write_bytes(content)
+    ended = embed(tiny_checkpoint, folder, output)
+    assert ended.exit_code == 2
+    assert f"--output {output.as_uri()} has a file {OPTIONS} that holds no options of a run" in ended.stderr
+    assert (output / OPTIONS).read_bytes() == content
+    assert not list(output.glob("*.parquet"))
+
+
 def test_file_that_changes_while_it_is_read_is_never_mixed(
     tiny_checkpoint, folder, texts, tmp_path, monkeypatch
 ):

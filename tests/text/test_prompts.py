@@ -56,6 +56,7 @@ def test_template_of_pairs_is_the_text_around_query_and_document():
     assert refused.value.field == "instruction"
 
 
+MISPLACED = ("{instruction:a} {document}", "{document} {instruction:a}")
 ONCE = r"must hold \{\}, .*, exactly once"
 
 
@@ -67,6 +68,8 @@ ONCE = r"must hold \{\}, .*, exactly once"
         ("{query}", "exactly once"),
         ("{query} {document} {document}", "exactly once"),
         ("{instruction:a} {instruction:b} {query} {document}", "at most once"),
+        *((written, "only in front of") for written in ("{instruction:a} {}", "{} {instruction:a}")),
+        *((f"{{query}} {behind}", "only in front of") for behind in MISPLACED),
     ],
 )
 def test_template_that_does_not_hold_each_placeholder_once_is_refused(written, reason):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from attncache_core.build.builder import build_database
-from attncache_core.build.options import BuildOptions
+from attncache_core.build.options import BuildOptions, bounds_of
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.policy_selection import could_prove
 from attncache_core.calibration.quality import texts_needed
@@ -85,18 +85,7 @@ def open_or_build(
         identity.append("with its decisions")  # earlier versions did not keep them
     folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     if not folder.exists():
-        decides = budget.measure is Measure.AGREEMENT
-        options = (
-            BuildOptions(min_agreement=budget.least)
-            if decides
-            else BuildOptions(min_cosine=budget.least, min_text_cosine=budget.floor)
-        )
-        build_database(
-            engine,
-            [CorpusSentence(text, text) for text in texts],
-            folder,
-            options,
-            progress,
-            keep_existing=True,
-        )
+        corpus = [CorpusSentence(text, text) for text in texts]
+        options = BuildOptions(**bounds_of(budget))
+        build_database(engine, corpus, folder, options, progress, keep_existing=True)
     return AttentionDatabase.open(folder)

@@ -126,7 +126,7 @@ class Judge:
 
     def quality(self, answers: np.ndarray) -> Quality:
         """Return the quality of answers [texts, d]."""
-        logits = None if self.classes is None else _unchanged
+        logits = None if self.classes is None else np.asarray
         comparator = OutputComparator(self.measure, logits, self.multi_label)
         return Quality.of(comparator.fidelity(answers, self.reference), self.measure)
 
@@ -217,7 +217,3 @@ def service_batches(
 def _tokens(requests: Sequence[PrefillRequest], shares_prefixes: bool) -> int:
     sequences = [request.ids for request in requests]
     return sum(added_tokens(sequences) if shares_prefixes else map(len, sequences))
-
-
-def _unchanged(answers: np.ndarray) -> np.ndarray:
-    return answers

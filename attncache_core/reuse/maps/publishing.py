@@ -81,9 +81,8 @@ def renewing(root: Path, *, begins: bool = False, inputs: bytes | None = None) -
         with locked_at_once(root / ".renewal.lock"):
             yield settle(root, inputs)
     except HeldByAnother as held:
-        holder = "another process" if held.process is None else f"process {held.process}"
         raise BuildFailed(
-            f"{holder} renews or calibrates {root} at present; wait until it has ended", field="database"
+            f"{held} renews or calibrates {root} at present; wait until it has ended", field="database"
         ) from held
 
 
