@@ -83,7 +83,7 @@ def rounded(engine: PrefillEngine, ids: Sequence[int], salt: bytes) -> None:
     quantized = Int8Slots(store.layout.part_bytes, store.layout.slot_bytes, dtype)
     for block in store.memory.known(reuse_of(engine).prefix_key(ids, None, salt)).blocks:
         parts = store.memory.pool.parts(block.place)
-        for index, part in enumerate(quantized.encode(parts)):
+        for index, part in enumerate(quantized.encode(parts, block.name.length)):
             quantized.decode(index, part, parts[index])
 
 

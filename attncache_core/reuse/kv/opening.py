@@ -18,7 +18,7 @@ from attncache_core.models import PackedModel
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from attncache_core.reuse.kv.quantized import Int8Slots
+from attncache_core.reuse.kv.quantized import INT8_FORMAT, Int8Slots
 from attncache_core.reuse.kv.remote import BlockValues, RemoteTier
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
@@ -52,7 +52,7 @@ def open_key_values(
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
     is_saved = options.folder is not None or options.shared is not None
-    saved_as = options.disk_dtype if is_saved else "model"
+    saved_as = INT8_FORMAT if is_saved and options.disk_dtype == "int8" else "model"
     fingerprint = values_fingerprint(model, checkpoint.fingerprint(), layout, saved_as)
     transfers = None
     if is_saved:
@@ -132,7 +132,7 @@ def values_fingerprint(
 ) -> bytes:
     """Return the SHA-256 of all that could change the keys and values of given tokens, 32 bytes.
 
-    checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. saved_as: the dtype on disk.
+    checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. saved_as: the format on disk.
     Rounding depends on the dtype and on the code that computes, so they are covered too.
     """
     level = native.level()  # of the stack, or of the products and the attention between torch's operators

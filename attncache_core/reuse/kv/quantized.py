@@ -1,6 +1,12 @@
 """Blocks in 8 bits: half or a quarter of the bytes on disk, for an approximation of keys and values.
 
-slots, rows of numbers -> for each row a scale (its largest absolute value / 127) and levels from -127 to 127
+slots [tokens, numbers] -> for each column an exponent: its largest absolute value is below 2^exponent
+                           for each row of a slot, divided by these powers of two, a scale (its largest
+                           absolute value / 127) and levels from -127 to 127
+
+Keys of many models have a few columns whose numbers are hundreds of times as large as those of the others.
+With a scale for each row alone, these few columns would decide how coarsely the others are rounded. Division
+by a power of two rounds nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +15,15 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
+# The name of this format in the fingerprint of blocks. A change of the format needs another name.
+INT8_FORMAT = "int8 by column"
 _SCALE_BYTES = 4  # float32
-# A row is a part of one head's key or value: its numbers are of one size.
+# A row is a part of one head's key or value.
 _MAX_ROW_NUMBERS = 64
+# The powers of two of these exponents are normal numbers in float32 and bfloat16.
+_LEAST_EXPONENT, _GREATEST_EXPONENT = -126, 127
 
 
 class Int8Slots:
@@ -21,30 +32,38 @@ class Int8Slots:
     def __init__(self, part_bytes: Sequence[int], slot_bytes: int, dtype: torch.dtype) -> None:
         """part_bytes: of blocks in memory, the pooled state last. dtype: of the numbers in a slot."""
         self._dtype = dtype
-        self._row = math.gcd(slot_bytes // dtype.itemsize, _MAX_ROW_NUMBERS)
+        self._columns = slot_bytes // dtype.itemsize
+        self._row = math.gcd(self._columns, _MAX_ROW_NUMBERS)
         *layers, state = part_bytes
         numbers = [size // dtype.itemsize for size in layers]
-        sizes = [count + count // self._row * _SCALE_BYTES for count in numbers]
+        sizes = [count // self._row * _SCALE_BYTES + count + self._columns for count in numbers]
         self.part_bytes = (*sizes, state)  # bytes of each part in 8 bits
 
-    def encode(self, parts: Sequence[memoryview]) -> list[memoryview]:
-        """Return the parts of a block in 8 bits."""
+    def encode(self, parts: Sequence[memoryview], tokens: int) -> list[memoryview]:
+        """Return the parts of a block in 8 bits. tokens: of the block; slots behind them become zeros."""
         *layers, state = parts
-        return [*map(self._encoded, layers), state]
+        return [*(self._encoded(part, tokens) for part in layers), state]
 
     def decode(self, index: int, part: memoryview, into: memoryview) -> None:
         """Write part `index` of a block to memory."""
         if index == len(self.part_bytes) - 1:
             into[:] = part
             return
-        rows = len(part) // (self._row + _SCALE_BYTES)
-        scales = torch.frombuffer(part[: rows * _SCALE_BYTES], dtype=torch.float32)
-        levels = torch.frombuffer(part[rows * _SCALE_BYTES :], dtype=torch.int8).view(rows, -1)
-        numbers = torch.frombuffer(into, dtype=self._dtype).view(rows, -1)
-        numbers.copy_(levels * scales[:, None])
+        numbers = torch.frombuffer(into, dtype=self._dtype).view(-1, self._columns)
+        scale_bytes = numbers.numel() // self._row * _SCALE_BYTES
+        scales = torch.frombuffer(part[:scale_bytes], dtype=torch.float32)
+        levels, exponents = torch.frombuffer(part[scale_bytes:], dtype=torch.int8).split(
+            [numbers.numel(), self._columns]
+        )
+        divided = levels.view(-1, self._row) * scales[:, None]
+        numbers.copy_(divided.view(numbers.shape).mul_(exponents.float().exp2()))
 
-    def _encoded(self, part: memoryview) -> memoryview:
-        x = torch.frombuffer(part, dtype=self._dtype).view(-1, self._row).float()
-        scales = x.abs().amax(dim=1) / 127
-        levels = (x / scales.where(scales > 0, 1)[:, None]).round().to(torch.int8)
-        return memoryview(bytearray(scales.numpy().tobytes() + levels.numpy().tobytes()))
+    def _encoded(self, part: memoryview, tokens: int) -> memoryview:
+        slots = torch.frombuffer(part, dtype=self._dtype).view(-1, self._columns)
+        x = functional.pad(slots[:tokens].float(), (0, 0, 0, len(slots) - tokens))
+        exponents = x.abs().amax(dim=0).frexp().exponent.clamp_(_LEAST_EXPONENT, _GREATEST_EXPONENT)
+        rows = (x / exponents.float().exp2()).view(-1, self._row)
+        scales = rows.abs().amax(dim=1) / 127
+        levels = rows.div_(scales.where(scales > 0, 1)[:, None]).round_().clamp_(-127, 127)
+        saved = [scales, levels.to(torch.int8), exponents.to(torch.int8)]
+        return memoryview(bytearray(b"".join(each.numpy().tobytes() for each in saved)))

@@ -223,7 +223,7 @@ class Transfers:
         parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
         count = _measured_blocks(sum(part_bytes))
         names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]
-        saved = self.quantized.encode(parts) if self.quantized else parts
+        saved = self.quantized.encode(parts, BLOCK_TOKENS) if self.quantized else parts
         for tier in self.tiers:
             if isinstance(tier, RemoteTier):
                 self.remote_speed = self._measured(tier, names, saved, parts)
@@ -330,7 +330,7 @@ class Transfers:
             try:
                 # A disk that takes nothing must not delay the end of the process once per block.
                 if not (self._closing and self._write_failed):
-                    encoded = self.quantized.encode(parts) if self.quantized else parts
+                    encoded = self.quantized.encode(parts, name.length) if self.quantized else parts
                     written = [tier.write(name, encoded) for tier in self.tiers]
                     self._write_failed = not all(written)
             finally:
