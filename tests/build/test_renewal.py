@@ -141,6 +141,10 @@ def test_database_of_decisions_is_built_served_and_renewed_with_the_same_labels(
     manifest, files = database.manifest, database.keep_decisions(None)
     with pytest.raises(DatabaseRefused, match="built by an earlier version"):
         labelled(replace(database, manifest=replace(manifest, files=files)))
+    of_classifier = replace(database)
+    vars(of_classifier)["decisions"] = replace(database.decisions, fitted={"texts": 100})
+    with pytest.raises(InvalidInput, match="decisions of a classifier, which renew cannot build for"):
+        renewal._options_like(of_classifier, False)
     with pytest.raises(InvalidInput, match="the labels card, money; give --labels with them"):
         renew_database(load, root, texts, min_gain=0)
     tighten(root)
@@ -321,12 +325,12 @@ def test_database_without_a_budget_is_refused_until_a_calibration_sets_one(
         renew_database(load, root, texts, min_gain=0)
     database = AttentionDatabase.open(root)
     assert database.manifest.build["threshold"] is not None
-    budget = Budget(Measure.COSINE, 0.5)
+    budget = Budget(Measure.COSINE, 0.5, 0.25)
     policy = replace(database.manifest.policy, budget=budget)
     options = renewal._options_like(
         replace(database, manifest=replace(database.manifest, policy=policy)), False
     )
-    assert (options.threshold, options.min_cosine) == (None, 0.5)
+    assert (options.threshold, options.min_cosine, options.min_text_cosine) == (None, 0.5, 0.25)
 
 
 def test_what_cannot_be_renewed_is_refused_before_anything_is_built(

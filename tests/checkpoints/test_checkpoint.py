@@ -362,6 +362,13 @@ def test_checkpoint_that_was_loaded_is_not_loaded_again_from_other_files(copied,
     assert loaded.fingerprint() == named
 
 
+def test_configuration_that_was_changed_before_the_model_is_loaded_is_refused(copied):
+    checkpoint = read_checkpoint(copied)
+    update_json(copied / "config.json", hidden_act="relu")
+    with pytest.raises(UnsupportedModel, match="were changed since they were first read"):
+        PrefillEngine.load(checkpoint)
+
+
 def test_file_of_a_model_that_cannot_be_read_is_named(copied, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
@@ -378,6 +385,12 @@ def test_fingerprint_of_embeddings_changes_with_each_setting_that_decides_them(t
     changes += [{"template": Template(*parts)} for parts in around]
     found = {replace(tiny_checkpoint, **change).embedding_fingerprint() for change in changes}
     assert len(found) == len(changes)
+
+
+def test_classes_are_in_the_order_of_their_numbers(tiny_classifier_checkpoint):
+    names = {str(number): f"class {number}" for number in reversed(range(12))}
+    checkpoint = replace(tiny_classifier_checkpoint, config={"id2label": names})
+    assert checkpoint.classes == tuple(f"class {number}" for number in range(12))
 
 
 def test_fingerprint_of_the_use_changes_with_each_setting_that_decides_answers(tiny_checkpoint):
@@ -445,6 +458,7 @@ def test_fingerprint_stays_when_the_same_model_is_saved_again(copied, entries):
         ({"model_type": "deepseek_v3", "rope_interleave": True}, False),
         ({"model_type": "deepseek_v3"}, False),
         ({"model_type": "bert", "hidden_act": "prelu"}, True),
+        ({"model_type": "llama", "hidden_act": "xielu"}, True),
         ({"model_type": "modernbert", "hidden_activation": "gelu"}, False),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run, succeeded
+from core_models import flip
 from forked import is_killed
 from killed_transfers import download_until_killed, push_until_killed
 from store_server import object_store
@@ -18,6 +19,7 @@ from attncache_core import (
     AttentionDatabase,
     AttnCacheError,
     BuildFailed,
+    CorruptDatabase,
     DatabaseRefused,
     InvalidInput,
     PrefillEngine,
@@ -90,6 +92,7 @@ def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent
 ):
     url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
     (root / "tightened.json").write_bytes(b'{"format_version": 1, "policies": {}}')
+    (root / "gain.json").write_bytes(b"[]")  # of this machine alone
     shown = succeeded(run("push", root, url))
     count = len(files_of(root))
     assert f"{count} of {count} files sent" in shown
@@ -163,6 +166,24 @@ def test_database_that_is_calibrated_while_it_is_read_is_not_pushed(root, tmp_pa
         changed, more = "tightened.json", b" "
         assert "files sent" in pushed(root, url)
     assert "1 of" in pushed(root, url)
+
+
+def test_database_with_a_damaged_record_is_not_pushed(root, tmp_path):
+    flip(root / "maps" / "00007.maps", 2 * 4096)
+    with pytest.raises(CorruptDatabase, match="length 7: 1 damaged records, the first is 0"):
+        pushed(root, (tmp_path / "store").as_uri())
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_file_that_is_changed_while_it_is_sent_is_not_pushed(root, tmp_path, monkeypatch):
+    path = root / "projector.safetensors"
+    other = bytes(path.stat().st_size)
+    # What is called after the digests are read, and before the files are sent.
+    monkeypatch.setattr(ObjectFolder, "remove_unfinished", lambda *_: path.write_bytes(other))
+    monkeypatch.setattr(pushing, "RANGE_BYTES", 1000)
+    with pytest.raises(OSError, match="changed while it was sent; push again"):
+        pushed(root, (tmp_path / "store").as_uri())
+    assert not (tmp_path / "store" / POINTER).exists()
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
