@@ -131,14 +131,17 @@ class Computing:
             raise failure
 
     def _start(self, chunk: Chunk) -> tuple[Chunk, list[str], list[_Batch]]:
-        texts = chunk.new
-        with _naming_rows(chunk, texts):
-            made = self._engine.tokenize(texts, prompt=self._task.prompt)
+        # Also texts that an earlier run has computed: nobody has counted whether they are cut.
+        unread = [text for text, known in chunk.distinct.items() if known.is_cut is None]
+        with _naming_rows(chunk, unread):
+            made = self._engine.tokenize(unread, prompt=self._task.prompt)
         plans = len(self._task.prompt.sequence_plans)
-        of_texts = [made[first : first + plans] for first in range(0, len(made), plans)]
-        for text, of_text in zip(texts, of_texts, strict=True):
+        sequences = {text: made[index * plans : (index + 1) * plans] for index, text in enumerate(unread)}
+        for text, of_text in sequences.items():
             chunk.distinct[text].is_cut = truncated_sequences(of_text) > 0
-        self.truncated_rows += sum(chunk.distinct[text].is_cut for text in chunk.texts)
+        texts = chunk.new
+        of_texts = [sequences[text] for text in texts]
+        self.truncated_rows += sum(bool(chunk.distinct[text].is_cut) for text in chunk.texts)
         batches = [
             _Batch(indices, self._pool.submit(self._run, [of_texts[index] for index in indices]))
             for indices in self._batches(of_texts)

@@ -228,8 +228,8 @@ class Done:
 class Known:
     """What is known of a text that was read."""
 
-    row: int  # the first one with this text, from 0
-    is_cut: bool = False  # whether the text was too long, and was cut
+    row: int  # the first one with this text since it is known, from 0
+    is_cut: bool | None = None  # whether the text was too long, and was cut; None: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Chunk:
 
     @property
     def new(self) -> list[str]:
-        """The texts that are in no chunk before, each once."""
+        """The texts that are known from no chunk before, each once."""
         first = self.done.rows - len(self.texts)
         return [text for text, known in self.distinct.items() if known.row >= first]
 

@@ -186,8 +186,8 @@ def embed(
 ) -> None:
     """Embed the texts of a file of any size. Row i of the output belongs to text i of the input.
 
-    A run that was stopped or killed continues when the same command is given again. Equal
-    texts are computed once. All embeddings are exact. Texts that are too long are cut.
+    A run that was stopped or killed continues when the same command is given again. Equal texts are computed
+    once. All embeddings are exact. Texts that are too long are cut.
 
     INPUTS are Parquet files, or folders of them, as paths or URLs; a name may hold *. They are computed in
     shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a
@@ -216,8 +216,8 @@ def classify(
     """Classify the texts of a file of any size: the best label, its score, and the scores of all labels.
 
     The labels are those of the model, of --classifier or of --labels. Row i of the output belongs to text i
-    of the input. A run that was stopped or killed continues when the same command is given again. Nothing is
-    reused, so the scores are exact. Texts that are too long are cut.
+    of the input. A run that was stopped or killed continues when the same command is given again. Equal texts
+    are computed once. All scores are exact. Texts that are too long are cut.
 
     INPUTS are Parquet files, or folders of them, as paths or URLs; a name may hold *. They are computed in
     shards of at most 100,000 rows, with a file in the folder of --output for each. The exit code is 3 if a

@@ -185,14 +185,22 @@ def test_pipe_is_an_input_and_its_run_continues(tiny_checkpoint, tmp_path, sourc
     np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
 
 
-def test_texts_that_are_cut_are_counted_row_by_row(tiny_checkpoint, tmp_path):
-    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+def test_texts_that_are_cut_are_counted_row_by_row(tiny_checkpoint, tmp_path, output, monkeypatch):
+    source = tmp_path / "texts.txt"
     # Neighbours, and again in a chunk behind them, which takes the text from the output.
     long = "my card is lost where is it\n"
     source.write_text("my card\n" + long * 2 + "card\n" * 2 * ROWS_PER_CHUNK + long, encoding="utf-8")
-    shown = run(*embed_arguments(tiny_checkpoint, source, output, "--max-tokens", 6))
-    assert shown.exit_code == 0
+    arguments = embed_arguments(tiny_checkpoint, source, output, "--max-tokens", 6)
+    shown = run(*arguments)
+    succeeded(shown)
     assert "3 texts of this run were cut, because they have more than 6 tokens" in shown.stderr
+    output.unlink()
+    with monkeypatch.context() as patch:
+        stop_after(1, patch, KeyboardInterrupt())
+        one_line(run(*arguments), "8 rows are saved", code=130)
+    shown = run(*arguments)
+    succeeded(shown)
+    assert "1 texts of this run were cut" in shown.stderr
 
 
 def test_pipe_without_a_format_or_of_parquet_is_refused(tiny_checkpoint, tmp_path):
@@ -843,10 +851,11 @@ def test_text_that_was_not_read_lately_is_computed_again(
     """So memory is bounded."""
     monkeypatch.setattr(rows, "_MAX_KNOWN", 2)
     source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
-    several = ["card", "bank", "lost"] * ROWS_PER_CHUNK
+    # "card" is in each chunk, with one other text in between. Two are between "bank" and "bank".
+    several = [*["card"] * 8, *["bank", "card"] * 4, *["lost", "card"] * 4, *["bank"] * 8]
     source.write_text("\n".join(several) + "\n", encoding="utf-8")
     succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
-    assert [len(batch) for batch in batches] == [3, 3, 3]
+    assert [len(batch) for batch in batches] == [1, 1, 1, 1]
     assert (np.load(output) == tiny_engine.embed(several)).all()
 
 
