@@ -147,7 +147,8 @@ class Spool:
             )
         try:
             state = orjson.loads(path.read_bytes())
-            return dict(state["begun_with"]), Done(**state["done"])
+            done = state["done"]
+            return dict(state["begun_with"]), Done(int(done["rows"]), str(done["digest"]))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise InvalidInput(
                 f"{path} is damaged; remove {numbers} to begin again", field="output"

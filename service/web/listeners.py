@@ -104,14 +104,14 @@ def open_listeners(settings: Settings) -> list[Listener]:
     """
     cert, key = settings.tls_cert, settings.tls_key
     certificate = Certificate(cert, key) if cert and key else None
+    # Before a Unix socket, whose file a start that failed would leave.
+    admin = []
+    if settings.admin_port is not None:
+        admin = [_tcp("admin", settings.admin_host, settings.admin_port, certificate)]
     if settings.unix_socket is not None:
         path = settings.unix_socket
-        listeners = [Listener("public", bind_unix(path), f"unix:{path}", unix_socket=path)]
-    else:
-        listeners = [_tcp("public", settings.host, settings.port, certificate)]
-    if settings.admin_port is not None:
-        listeners.append(_tcp("admin", settings.admin_host, settings.admin_port, certificate))
-    return listeners
+        return [Listener("public", bind_unix(path), f"unix:{path}", unix_socket=path), *admin]
+    return [_tcp("public", settings.host, settings.port, certificate), *admin]
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -27,6 +27,7 @@ from service.web.listeners import (
     bind,
     bind_unix,
     is_for_operators,
+    open_listeners,
 )
 from service.workers.server import Server, reload_all
 from service.workers.supervisor import Supervisor
@@ -75,6 +76,15 @@ def test_path_that_cannot_be_bound_is_refused_and_left_alone(tmp_path):
     assert notes.read_text() == "mine"
     with pytest.raises(AddressUnavailable, match=r"absent/a\.sock: no such file"):
         bind_unix(tmp_path / "absent" / "a.sock")
+
+
+def test_start_that_failed_leaves_no_socket(tmp_path):
+    path = tmp_path / "attncache.sock"
+    with bind("127.0.0.1", 0) as other:
+        settings = Settings(unix_socket=path, admin=True, admin_port=other.getsockname()[1])
+        with pytest.raises(AddressUnavailable, match="address already in use"):
+            open_listeners(settings)
+    assert not path.exists()
 
 
 # The admin port.
