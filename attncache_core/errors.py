@@ -89,9 +89,9 @@ class UnsupportedModel(AttnCacheError):
 
 
 class DatabaseRefused(AttnCacheError):
-    """The database cannot be used with this model.
+    """The database, or the fitted classifier, cannot be used with this model.
 
-    The database is missing, was built for a model with another fingerprint, or has another format or dtype.
+    It is missing, was made for a model with another fingerprint, or has another format or dtype.
     """
 
     code = "database_refused"

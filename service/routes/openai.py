@@ -218,6 +218,7 @@ async def retrieve_model(call: CurrentCall, model: str) -> Response:
     """Return the model, by any name that requests may give."""
     if not model:
         raise NotFound("no such path; /v1/models lists the model")
+    call.serving()  # so that an error names the model too
     check_model_name(model, call.state.settings)
     return json_response(_described(call))
 

@@ -181,15 +181,17 @@ class Front(FastAPI):
         """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
         scope, keys = call.scope, self._service.keys
         path, listener = scope["path"], scope.get(LISTENER)
+        has_admin_port = self._service.settings.admin_port is not None
+        is_elsewhere = has_admin_port and listener != "admin" and is_for_operators(path)
         # The router ignores a line break at the end of a path, and the checks of paths do not.
         if "\n" in path:
             raise NotFound(_NO_SUCH_PATH)
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
-            check_admin(path, holder)
+            if not is_elsewhere:
+                check_admin(path, holder)
             call.flow, call.namespace = (holder.name, *call.flow), holder.namespace
-        has_admin_port = self._service.settings.admin_port is not None
-        if has_admin_port and listener != "admin" and is_for_operators(path):
+        if is_elsewhere:
             raise NotFound("this path is served on --admin-port only")
 
     async def _finish(self, call: Call) -> None:

@@ -105,6 +105,19 @@ def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port,
     assert b"--admin-port" not in admin.body
 
 
+def test_key_without_the_right_admin_is_told_where_the_routes_for_operators_are(tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("reports reports-key-0123456789\n")
+    with served(admin_port=0, admin=True, api_keys=keys) as server:
+        for path in (b"/metrics", b"/cache/stats", b"/explain"):
+            request = HEALTH.replace(b"/health", path)
+            assert server.ask(request).status == 401
+            with_key = request.replace(b"\r\n", b"\r\nX-API-Key: reports-key-0123456789\r\n", 1)
+            public = server.ask(with_key)
+            assert (public.status, public.code) == (404, "not_found")
+            assert b"--admin-port" in public.body
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/info", "/openapi.json", "/docs", "/cache", "/explain"])
 def test_line_break_behind_a_path_opens_no_route(with_admin_port, path):
     request = HEALTH.replace(b"/health", path.encode() + b"%0A")

@@ -29,6 +29,14 @@ async def test_error_names_the_model_too():
             assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (status, OWN)
 
 
+async def test_error_for_another_name_of_the_model_names_the_model_too():
+    async with serving() as client:
+        answer = await client.get("/v1/models/another")
+        assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (404, OWN)
+        required = {"X-AttnCache-Require-Model": OTHER}
+        assert (await client.get("/v1/models/another", headers=required)).status_code == 409
+
+
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 async def test_other_model_refuses_with_409_and_computes_nothing(path, body):
     engine = FakeEngine()
