@@ -43,15 +43,19 @@ class Template:
 
         {instruction:TEXT} in front of {query} stands for TEXT, which `instructed` replaces. field: the name
         of the template in error messages. pairs: accept templates of pairs. Raises InvalidInput unless
-        `written` contains {} exactly once, or {query} and behind it {document} exactly once, and if an
+        `written` contains either {} exactly once, or {query} and behind it {document} exactly once, and if an
         instruction stands elsewhere.
         """
-        if written.count(_PLACEHOLDER) == 1:
+        names_pair = _QUERY in written or _DOCUMENT in written
+        if written.count(_PLACEHOLDER) == 1 and not names_pair:
             prefix, suffix = written.split(_PLACEHOLDER)
             _require_no_instruction(prefix, suffix, field)
             return cls(prefix, suffix)
         if not pairs:
-            raise InvalidInput(f"{field} must hold {_PLACEHOLDER} exactly once", field=field)
+            raise InvalidInput(
+                f"{field} must hold {_PLACEHOLDER} exactly once, and neither {_QUERY} nor {_DOCUMENT}",
+                field=field,
+            )
         if _PLACEHOLDER not in written and written.count(_QUERY) == written.count(_DOCUMENT) == 1:
             prefix, rest = written.split(_QUERY)
             if _DOCUMENT not in rest:
@@ -60,7 +64,7 @@ class Template:
             _require_no_instruction(middle, suffix, field)
             return cls._with_instruction(prefix, middle, suffix, field)
         raise InvalidInput(
-            f"{field} must hold {_PLACEHOLDER}, where the text goes, exactly once, or {_QUERY} and "
+            f"{field} must hold {_PLACEHOLDER}, where the text goes, exactly once, or instead {_QUERY} and "
             f"{_DOCUMENT}, where the texts of a pair go, exactly once",
             field=field,
         )

@@ -63,7 +63,10 @@ ONCE = r"must hold \{\}, .*, exactly once"
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        *((written, ONCE) for written in ("", "no place", "{ }", "{text}", "{} or {}")),
+        *(
+            (written, ONCE)
+            for written in ("", "no place", "{ }", "{text}", "{} or {}", "{} {query}", "{document} {}")
+        ),
         ("{document} {query}", "in front of"),
         ("{query}", "exactly once"),
         ("{query} {document} {document}", "exactly once"),
