@@ -99,7 +99,7 @@ class Rehearsal(SearchEngine):
         The mean serves all sequences of a length that is not searched. Otherwise stored records serve in
         turn.
         """
-        if not self._is_searched(group.length):
+        if not self.is_searched(group.length):
             return np.full(group.count, self.prototypes.means[group.length]), RecordKind.MEAN
         segment = self.store.segments[group.length]
         records = np.arange(group.count) % len(segment)
