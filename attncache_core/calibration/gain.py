@@ -99,7 +99,7 @@ class Rehearsal(SearchEngine):
         The mean serves all sequences of a length that is not searched. Otherwise stored records serve in
         turn.
         """
-        if not self._is_searched(group.length):
+        if not self.is_searched(group.length):
             return np.full(group.count, self.prototypes.means[group.length]), RecordKind.MEAN
         segment = self.store.segments[group.length]
         records = np.arange(group.count) % len(segment)
@@ -131,7 +131,7 @@ def require_gain(
     reuse.reuse_in(None if min_gain == 0 else ())
     if min_gain == 0:
         return
-    search = reuse.search
+    search = replace(reuse.search, policy=reuse.lasting_policy)
     traffic = reuse.database.traffic(search.policy)
     if not traffic.hit_rates:
         return
@@ -151,7 +151,9 @@ def require_gain(
         return
     # What was measured does not hold for groups that were tightened meanwhile.
     measured, now = search.policy.groups, reuse.policy.groups
-    reuse.reuse_in([index for index in gain.paying if measured[index] == now[index]], gain)
+    reuse.reuse_in(
+        [index for index in gain.paying if measured[index].tightened == now[index].tightened], gain
+    )
 
 
 def _circumstances(engine: PrefillEngine, reuse: MapReuse) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _circumstances(engine: PrefillEngine, reuse: MapReuse) -> dict[str, Any]:
         "dtype": str(engine.dtype),
         "device": str(engine.model.device),
         "reused_heads": list(reuse.mask.reused),
-        "policy": reuse.policy.digest,
+        "policy": reuse.lasting_policy.digest,
     }
 
 

@@ -59,7 +59,7 @@ class Explanation:
     tokens: tuple[str, ...]  # as text; see TextTokenizer.written
     outcome: Outcome
     length_group: str | None  # range of lengths that share thresholds, such as "14-20"; None: no database
-    searched: bool  # whether the policy compares texts of this length with records
+    searched: bool  # whether texts of this length are compared with records
     gain: float | None  # how much faster full batches of this length group are at least; None: not measured
     min_gain: float | None
     strangeness: float | None  # expected damage from the tokens alone; None: no test of familiarity
@@ -102,7 +102,7 @@ def explain(
         tokens=tuple(engine.tokenizer.written(ids)),
         outcome=outcome,
         length_group=reuse.policy.names()[group] if reuse and group is not None else None,
-        searched=bool(reuse and reuse.policy.group_of(len(ids)).searched),
+        searched=found.searched,
         gain=gain.full_batch_bound if gain else None,
         min_gain=measured.min_gain if measured else None,
         strangeness=found.strangeness,
@@ -124,6 +124,7 @@ class _Found:
     chosen: Candidate | None = None
     segment: Segment | None = None  # with the records of the sequence's length
     changes: int = 0  # of the segment, when the records were found
+    searched: bool = False  # whether the engine compares the sequence with these records
 
 
 def _search(search: SearchEngine, batch: TokenBatch, attended: torch.Tensor) -> _Found:
@@ -150,19 +151,22 @@ def _search(search: SearchEngine, batch: TokenBatch, attended: torch.Tensor) -> 
         if record >= 0 and segment.is_sound(record)
     )
     chosen = _chosen(search, batch, candidates)
-    return _Found(strangeness, candidates, chosen, segment, segment.changes)
+    return _Found(
+        strangeness, candidates, chosen, segment, segment.changes, searched=search.is_searched(length)
+    )
 
 
 def _chosen(search: SearchEngine, batch: TokenBatch, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the candidate that the policy lets serve, or would choose if θ did not refuse all of them."""
-    policy = search.policy.group_of(int(batch.lengths[0]))
+    length = int(batch.lengths[0])
+    policy = search.policy.group_of(length)
     by_kind = {candidate.kind: candidate for candidate in candidates}
     if not by_kind:
         return None
     stored = by_kind.get(RecordKind.STORED)
     if stored and stored.similarity == 1:
         return stored
-    if not policy.searched and policy.mean_serves and RecordKind.MEAN in by_kind:
+    if not search.is_searched(length) and policy.mean_serves and RecordKind.MEAN in by_kind:
         return by_kind[RecordKind.MEAN]
     kinds, _ = policy.choose({kind: np.array([found.similarity]) for kind, found in by_kind.items()})
     return by_kind[RecordKind(int(kinds[0]))]

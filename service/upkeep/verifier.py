@@ -174,4 +174,7 @@ class Verifier(LaterVerifier):
         if group.is_off:
             return "sequences of these lengths reuse nothing from now on"
         thresholds = (f"{kind.name.lower()} {rule.threshold:.4f}" for kind, rule in group.kinds.items())
-        return f"thresholds are now {', '.join(thresholds)}"
+        now = f"thresholds are now {', '.join(thresholds)}"
+        if self._reuse.reuses(window.place):
+            return now
+        return f"{now}, and these lengths reuse nothing until the next start measures their gain again"

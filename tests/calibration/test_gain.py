@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -133,6 +134,27 @@ def test_gain_that_is_not_known_is_not_measured_if_the_caller_says_so(engine, bo
     engine.map_reuse.reuse_in(())
     require_gain(engine, 0.05, measure=False)
     assert (engine.map_reuse.awaits_gain, engine.map_reuse.gain.paying) == (False, (0, 1))
+
+
+def test_gain_is_measured_and_kept_also_while_other_machines_cannot_be_asked(
+    tiny_checkpoint, database, bounds, tiny_corpus
+):
+    policy = replace(database.search.policy, budget=Budget(Measure.COSINE, 0.9))
+    database = replace(database, search=replace(database.search, policy=policy))
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    reuse = engine.map_reuse
+    recorded = engine.tokenize([tiny_corpus[0].text])
+    reuse.share_findings(Mock(change=Mock(side_effect=OSError("nobody answers"))))
+    reuse.keep_verified({})
+    bounds += in_full_batches(0.2, 0.2, 0.2)
+    require_gain(engine, 0.05)
+    assert bounds == []
+    assert prefill(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,)
+    reuse.share_findings(Mock(change=lambda _, change: change(None)))
+    reuse.keep_verified({})
+    assert prefill(engine, recorded).outcomes == (Outcome.HIT,)
+    require_gain(engine, 0.05, measure=False)
+    assert prefill(engine, recorded).outcomes == (Outcome.HIT,)
 
 
 def test_gain_says_what_a_hit_saves_per_token(engine, monkeypatch, tmp_path):

@@ -1,5 +1,7 @@
 """An explanation says what the engine does, and its maps are the maps that Hugging Face computes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from core_decoders import write_llama
@@ -8,6 +10,7 @@ from core_models import prefill
 from attncache_core import AttentionDatabase, KeyValueOptions, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.explain import explain
+from attncache_core.reuse.maps.policy import KindPolicy, LengthGroup
 from attncache_core.reuse.storage.layout import RecordKind
 
 NOT_RECORDED = "where is my lost card today"
@@ -78,6 +81,22 @@ def test_own_maps_are_those_of_hugging_face_and_reused_maps_are_of_the_heads_of_
     for layer, reused in zip(explained.layers, engine.strategy.mask.as_array(), strict=True):
         assert sorted(layer.reused_heads) == np.flatnonzero(reused).tolist()
         assert len(layer.given) == len(layer.reused_heads)
+
+
+def test_text_longer_than_the_calibrated_ones_is_compared_although_its_group_is_not(
+    tiny_checkpoint, tiny_prototypes_database
+):
+    database = AttentionDatabase.open(tiny_prototypes_database)
+    group = LengthGroup(3, {kind: KindPolicy(1.0) for kind in RecordKind}, searched=False)
+    policy = replace(database.search.policy, groups=(group,))
+    database = replace(database, search=replace(database.search, policy=policy))
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    explained = explain(engine, ids_of(engine, NOT_RECORDED))
+    assert RecordKind.MEAN in {candidate.kind for candidate in explained.candidates}
+    assert explained.outcome is Outcome.MISS
+    assert explained.searched
+    assert explained.chosen == max(explained.candidates, key=lambda candidate: candidate.similarity)
+    assert explained.chosen.kind is not RecordKind.MEAN
 
 
 def test_length_without_records_has_no_nearest_record(engine_with):

@@ -220,6 +220,15 @@ def test_tightening_halves_the_distance_of_the_threshold_from_1():
     assert policy.tightened(0).groups[0].is_off
 
 
+@given(policies(), st.integers(1, 8))
+def test_thresholds_stay_finite_because_json_knows_no_other_numbers(policy, times):
+    off = policy.switched_off()
+    for _ in range(times):
+        policy = policy.tightened(0)
+    for group in (*policy.info().groups, *off.info().groups):
+        assert all(map(math.isfinite, group.threshold.values()))
+
+
 @given(groups())
 def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean_before_its_first_step(group):
     closed = group.recorded_only()

@@ -460,6 +460,20 @@ def test_steps_hold_at_the_next_start_although_other_machines_cannot_be_asked(tm
     assert served.keep({}) is None
 
 
+def test_groups_that_pay_reuse_again_once_other_machines_can_be_asked(folder):
+    reuse = MapReuse(AttentionDatabase.open(folder))
+    reuse.reuse_in((0, 1))
+    reuse.share_findings(Mock(change=Mock(side_effect=OSError("nobody answers"))))
+    assert reuse.keep_verified({}) is None
+    assert not any(map(reuse.reuses, range(3)))
+    reuse.tighten(1)
+    reuse.share_findings(Mock(change=lambda _, change: change(None)))
+    assert reuse.keep_verified({}) is not None
+    assert reuse.reuse_off == []
+    # The group that was tightened meanwhile must be measured again.
+    assert [*map(reuse.reuses, range(3))] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("act", "mode", "reason"),
     [(fill_the_disk, 0o755, "File too large"), (lack_permission, 0o555, "Permission denied")],

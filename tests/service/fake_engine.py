@@ -71,6 +71,9 @@ class FakeMapReuse:
     def reuse_off(self):
         return self._served.reuse_off if self._served else []
 
+    def reuses(self, index):
+        return not self.policy.groups[index].is_off
+
     def tighten(self, index):
         if self._served:
             self._served.tighten(index)

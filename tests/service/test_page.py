@@ -2,12 +2,14 @@
 
 import base64
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_engine import serving
 
+from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.engine.explain import explain
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,3 +124,19 @@ async def test_a_model_without_a_database_is_explained_too(tiny_engine):
         explained = (await client.post("/explain", json={"input": TEXT})).json()
     assert (explained["outcome"], explained["length_group"]) == ("not_searched", None)
     assert explained["layers"][0]["given"] is None
+
+
+async def test_thresholds_of_a_group_that_is_switched_off_are_numbers(
+    tiny_checkpoint, tiny_prototypes_database
+):
+    database = AttentionDatabase.open(tiny_prototypes_database)
+    database = replace(
+        database, search=replace(database.search, policy=database.search.policy.switched_off())
+    )
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    async with serving(engine, admin=True) as client:
+        explained = (await client.post("/explain", json={"input": TEXT})).json()
+        (group,) = (await client.get("/info")).json()["database"]["policy"]["groups"]
+    assert explained["outcome"] == "not_searched"
+    assert {candidate["threshold"] for candidate in explained["candidates"]} == {2.0}
+    assert set(group["threshold"].values()) == {2.0}

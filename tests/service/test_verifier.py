@@ -150,8 +150,13 @@ def test_hits_inside_the_budget_tighten_nothing():
     assert numbers(metrics)[(FAILURES,)] == 0
 
 
-def test_group_below_the_budget_is_tightened_counted_and_logged(caplog):
+@pytest.mark.parametrize(
+    ("reuses", "more"),
+    [(True, ""), (False, ", and these lengths reuse nothing until the next start measures their gain again")],
+)
+def test_group_below_the_budget_is_tightened_counted_and_logged(caplog, reuses, more):
     engine, metrics = hitting_engine(damage=0.03), Metrics()
+    engine.map_reuse.reuses = lambda _: reuses
     verifier = verifier_of(engine, metrics)
     serve_and_verify(engine, verifier, ["short"] * 45 + ["longer than eight"] * 45)
     assert numbers(metrics)[(FAILURES,)] == 0
@@ -162,7 +167,7 @@ def test_group_below_the_budget_is_tightened_counted_and_logged(caplog):
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "sequences of 1-8 tokens, usual texts: mean cosine 0.9700 of the last 46 verified hits is below the "
-        "budget 0.985; thresholds are now stored 0.9500, prototype 0.9750"
+        f"budget 0.985; thresholds are now stored 0.9500, prototype 0.9750{more}"
     )
 
 
@@ -572,7 +577,7 @@ async def test_length_group_below_the_budget_ends_without_reuse():
     assert hits[0] == "61/61"
     assert hits[-1] == "1/61"
     assert values[(FAILURES,)] >= 2
-    assert values["attncache_threshold", "prototype", "1-8"] == np.inf
+    assert values["attncache_threshold", "prototype", "1-8"] == 2
     assert values["attncache_threshold", "prototype", "9-"] == 0.95
     assert values["attncache_reuse_off", "9-"] == 0
 

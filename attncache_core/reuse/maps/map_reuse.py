@@ -56,6 +56,11 @@ class MapReuse(ReuseStrategy):
         """The current policy."""
         return self.search.policy
 
+    @property
+    def lasting_policy(self) -> ReusePolicy:
+        """See ServedPolicy.lasting."""
+        return self._served.lasting
+
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
         """See ReuseStrategy.rule_out."""
         return self.search.rule_out(lengths, allowed)
@@ -159,5 +164,7 @@ class MapReuse(ReuseStrategy):
         if paying is not None:
             # A tightened group hits less often, so its measured gain no longer holds.
             before = self.search.policy.groups
-            paying = frozenset(index for index in paying if policy.groups[index] == before[index])
+            paying = frozenset(
+                index for index in paying if policy.groups[index].tightened == before[index].tightened
+            )
         self.search = replace(self.search, policy=policy, paying=paying)

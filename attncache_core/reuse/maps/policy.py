@@ -76,7 +76,7 @@ def shown_below(value: float, least: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-# A threshold that no similarity reaches. It is finite because a manifest holds only finite thresholds.
+# A threshold that no similarity reaches. It is finite because manifests and JSON hold only finite thresholds.
 _NEVER = 2.0
 
 
@@ -146,13 +146,13 @@ class LengthGroup(Stored):
         are searched before. If only recorded sequences could hit, the first step switches the group off.
         """
         if not self.searched and not self.mean_serves:
-            return replace(self.with_threshold(math.inf), tightened=self.tightened + 1)
+            return replace(self.with_threshold(_NEVER), tightened=self.tightened + 1)
         kinds = {
             kind: replace(policy, threshold=1 - (1 - policy.threshold) * KEPT_SHARE)
             for kind, policy in self.kinds.items()
         }
         tighter = replace(self, kinds=kinds, searched=True, tightened=self.tightened + 1)
-        return tighter if tighter.tightened < MAX_STEPS else tighter.with_threshold(math.inf)
+        return tighter if tighter.tightened < MAX_STEPS else tighter.with_threshold(_NEVER)
 
     def choose(self, similarities: Mapping[RecordKind, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Choose the kind of record that serves each sequence, and decide whether the record serves.
@@ -337,7 +337,7 @@ class ReusePolicy(Stored):
 
     def switched_off(self) -> ReusePolicy:
         """Return the policy with thresholds that no record reaches, so every sequence is computed in full."""
-        return replace(self, groups=tuple(group.with_threshold(math.inf) for group in self.groups))
+        return replace(self, groups=tuple(group.with_threshold(_NEVER) for group in self.groups))
 
 
 # An upper bound on every sequence length.

@@ -111,6 +111,11 @@ class ServedPolicy:
         except CorruptDatabase as error:
             self._stop(str(error))
 
+    @property
+    def lasting(self) -> ReusePolicy:
+        """The policy without the pause in which other machines cannot be asked."""
+        return self.policy if self._is_stopped else self._tightest
+
     def tighten(self, index: int | None) -> ReusePolicy:
         """Make length group `index` one step tighter; None: the limit. Returns the new policy."""
         self._serve(self._tightest.tightened(index))

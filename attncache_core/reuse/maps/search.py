@@ -92,7 +92,7 @@ class SearchEngine(ReuseStrategy):
         for group in served:
             if not all_familiar:
                 _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
-            if self._is_searched(group.length) and may_be_compared[group.sequences].any():
+            if self.is_searched(group.length) and may_be_compared[group.sequences].any():
                 compared.append(group)
             else:
                 corrupt += self._plan_unsearched(batch, group, allowed, familiar, nothing)
@@ -161,7 +161,7 @@ class SearchEngine(ReuseStrategy):
         plan.strangeness[:] = self.familiarity.strangeness(ids, batch.lengths)
         return plan.strangeness <= limit.strangest
 
-    def _is_searched(self, length: int) -> bool:
+    def is_searched(self, length: int) -> bool:
         """Return whether sequences of this length are compared with records.
 
         Lengths that are longer than the calibrated lengths, or have no mean, are always compared.
@@ -280,7 +280,7 @@ class SearchEngine(ReuseStrategy):
         """
         segment, corrupt = self.store.segments[group.length], 0
         excluded = self.excluded.get(group.length, ())
-        serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
+        serves = not self.is_searched(group.length) and self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
         sequences = batch.ids.cpu().numpy()[group.tokens].reshape(-1, group.length)
         stored = [
