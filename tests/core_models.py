@@ -28,6 +28,9 @@ from attncache_core.engine.layers import reused_by, run_layers
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import PackedModel
 from attncache_core.native import products
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Steps
+from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 from attncache_core.text.token_batch import pack
@@ -246,6 +249,14 @@ def contents_of(database: Path) -> dict[str, object]:
     manifest = json.loads(files.pop("manifest.json").read_bytes())
     del manifest["build"]["seconds"], manifest["build"]["created"]
     return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
+
+
+def tighten(root: Path) -> None:
+    """Let nothing of the present generation hit, as verification does in the end."""
+    database = AttentionDatabase.open(root)
+    policy = database.search.policy
+    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
+    merge_tightened(database.folder, policy, Tightened(steps))
 
 
 def random_sequence(random: np.random.Generator, length: int) -> list[int]:

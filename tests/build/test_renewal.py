@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import random_text
+from core_models import random_text, tighten
 from full_disk import largest_file
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,8 +30,7 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps import publishing
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Result, kept_generations, read_renewals
-from attncache_core.reuse.maps.policy import Budget, Steps
-from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
+from attncache_core.reuse.maps.policy import Budget
 
 pytestmark = pytest.mark.usefixtures("fixed_costs", "same_savings")
 OPTIONS = {"training_steps": 10, "prototypes": 4, "min_text_cosine": 0.0, "min_cosine": 0.5}
@@ -78,14 +77,6 @@ def root(plain, tmp_path):
 
 def numbers(root):
     return [generation.number for generation in kept_generations(root)]
-
-
-def tighten(root):
-    """Let nothing of the present generation hit, as verification does in the end."""
-    database = AttentionDatabase.open(root)
-    policy = database.search.policy
-    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
-    merge_tightened(database.folder, policy, Tightened(steps))
 
 
 def stopped_before_the_decision(load, root, texts=None):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import random_text, write_model
+from core_models import random_text, tighten, write_model
 
 from attncache_core import (
     AttentionDatabase,
@@ -27,6 +27,7 @@ from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.generations import Generation
+from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.memory import tensor_bytes
 
@@ -190,6 +191,18 @@ def test_operators_database_is_measured_without_the_records_of_measuring_texts(
     assert tuned(replace(changed, ways=("maps",)))[1].database == tiny_database
 
 
+def test_database_that_servers_have_tightened_is_measured_anew(options, tiny_database, tmp_path):
+    folder = shutil.copytree(tiny_database, tmp_path / "database")
+    manifest = Manifest.read(folder)
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(folder)
+    changed = replace(options, database=folder, ways=("maps",), min_cosine=0.0)
+    assert tuned(changed)[1].measured[1].hit_rate == 1
+    tighten(folder)
+    tuning, report = tuned(changed)
+    assert tuning.results.changed == ("policy",)
+    assert report.measured[1].hit_rate == 0
+
+
 def test_database_of_another_model_is_refused_at_the_start(options, tiny_database, tmp_path):
     other = read_checkpoint(write_model(tmp_path / "other", seed=1))
     with pytest.raises(DatabaseRefused):
@@ -227,6 +240,8 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
     replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(
         report.database
     )
+    assert measured_anew() == ["int8-weight-only + maps"]
+    tighten(report.database)
     assert measured_anew() == ["int8-weight-only + maps"]
     shutil.rmtree(changed.databases)
     assert (measured_anew(), len(budgets)) == (["maps", "int8-weight-only + maps"], 4)

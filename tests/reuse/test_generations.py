@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_models import flip, random_text
+from core_models import flip, random_text, tighten
 from forked import is_killed
 from generations import renew
 from killed_renewals import SYNCED_AT_ONCE, TEXTS, build_and_renew, killed_after, sample
@@ -32,7 +32,7 @@ from attncache_core.reuse.maps.generations import (
     kept_generations,
     read_renewals,
 )
-from attncache_core.reuse.maps.policy import Budget, Steps
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 from attncache_core.reuse.maps.publishing import building_folder, clear_workspace, renewing, roll_back
 from attncache_core.runtime import files
@@ -416,9 +416,7 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     root, corpus = tmp_path / "a.db", tmp_path / "asked.txt"
     options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
     build_database(tiny_engine, tiny_corpus[::3], root, options)
-    policy = AttentionDatabase.open(root).search.policy
-    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
-    merge_tightened(root, policy, Tightened(steps))  # nothing hits, so there is something to gain
+    tighten(root)  # so there is something to gain
     random_words = np.random.default_rng(99)
     texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 60)]
     corpus.write_text("\n".join(texts), encoding="utf-8")

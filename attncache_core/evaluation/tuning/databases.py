@@ -27,7 +27,9 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import current_generation
 from attncache_core.reuse.maps.integrity import file_digest
-from attncache_core.reuse.maps.policy import Budget
+from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.maps.policy import Budget, Steps
+from attncache_core.reuse.maps.policy_state import kept_steps
 from attncache_core.runtime.stored import Stored
 
 _HELD_OUT = 10  # a build holds out one of so many texts
@@ -39,11 +41,14 @@ class Built(Stored):
 
     folder: str  # its name
     manifest: str  # SHA-256 of manifest.json, which changes with policy, mask and generation
+    steps: Steps | None = None  # by which servers tightened the policy; None: of an earlier version
 
     @classmethod
     def of(cls, root: Path) -> Self:
         """Describe the database in `root`. Raises DatabaseRefused and OSError."""
-        return cls(root.name, file_digest(current_generation(root).folder / "manifest.json"))
+        folder = current_generation(root).folder
+        steps = kept_steps(folder, Manifest.read(folder).policy)
+        return cls(root.name, file_digest(folder / "manifest.json"), steps)
 
     def is_in(self, parent: Path) -> bool:
         """Return whether the folder of databases still holds this one, unchanged."""

@@ -44,6 +44,7 @@ from attncache_core.heads.classifier import LinearClassifier, fit_classifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.devices import resolve_device, resolve_dtype
 from attncache_core.runtime.memory import tensor_bytes
@@ -389,7 +390,7 @@ class Tuning:
             "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
             "texts of int8": int8.variant["quantization_texts"],
             "database": self.database.manifest.id if self.database else None,
-            "policy": self.database.search.policy.digest if self.database else None,
+            "policy": MapReuse(self.database).policy.digest if self.database else None,
             "mask": list(self.database.mask.reused) if self.database else None,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "device": str(engine.model.device),
