@@ -112,6 +112,9 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
     assert checkpoint.folder == inner
     assert checkpoint.name == "copy"
     assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
+    # The modules decide what is computed, and not the class of the model.
+    update_json(inner / "config.json", architectures=["BertForSequenceClassification"])
+    assert read_checkpoint(copied).task == "embed"
 
 
 SETTINGS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
