@@ -94,17 +94,18 @@ class LaterVerifier(ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether hits are pending and the verifier has not been stopped."""
-        return bool(self._pending) and not self._stopped
+        """Whether hits are pending."""
+        return bool(self._pending)
 
     @property
     def is_overdue(self) -> bool:
         """Whether so many hits are pending that some must be verified even while requests wait."""
-        return len(self._pending) >= _OVERDUE and not self._stopped
+        return len(self._pending) >= _OVERDUE
 
     def stop(self) -> None:
         """Verify no more hits, so that a server can shut down without waiting."""
         self._stopped = True
+        self._keep_pending(lambda _: False)
 
     def retire(self) -> None:
         """Verify no more hits, and keep findings, because another engine serves. Waits while hits are
@@ -112,7 +113,6 @@ class LaterVerifier(ABC):
         self.stop()
         with self._verifying:
             self.close()
-        self._keep_pending(lambda _: False)
 
     def follow(self, steps: list[int]) -> None:
         """Make the policy as tight as another process has found it must be. Waits while hits are verified."""

@@ -112,6 +112,9 @@ def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
     assert checkpoint.folder == inner
     assert checkpoint.name == "copy"
     assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
+    # The modules decide what is computed, and not the class of the model.
+    update_json(inner / "config.json", architectures=["BertForSequenceClassification"])
+    assert read_checkpoint(copied).task == "embed"
 
 
 SETTINGS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -146,6 +149,7 @@ def modules(**paths):
         ("modules.json", [], "lists no module; list its modules, or remove the file"),
         ("modules.json", modules(Transformer=""), "has no Pooling"),
         ("modules.json", modules(Pooling="1_Pooling"), "in the order Pooling; supported are Transformer"),
+        ("modules.json", modules(Transformer="", LogitScore="1", Dense="2"), "in the order .*, Dense; "),
         (
             "modules.json",
             modules(Transformer="", Pooling="1_Pooling", Pooling_="1_Pooling"),
@@ -181,7 +185,7 @@ def modules(**paths):
         (SETTINGS, {"newer": False, "max_seq_length": 8}, "not supported: newer; remove"),
         (SETTINGS, {"query_length": 8}, "not supported: query_length"),
         (SETTINGS, {"tokenizer_name_or_path": "other"}, "not supported: tokenizer_name_or_path"),
-        (SETTINGS, {"max_seq_length": "64"}, "max_seq_length .* a whole number"),
+        *((SETTINGS, {"max_seq_length": no}, "max_seq_length .* a whole number") for no in ("64", 0, True)),
         (SETTINGS, usual_outputs(message=USUAL_TEXT), "into the tokenizer's chat template"),
         (
             SETTINGS,
@@ -190,6 +194,7 @@ def modules(**paths):
         ),
         (SETTINGS, usual_outputs(named="sentence_embedding"), "take other outputs"),
         ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "not a plain one on pooled"),
+        ("2_Normalize/config.json", {"use_residual": True}, "not a plain one on pooled"),
     ],
 )
 def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
@@ -224,8 +229,8 @@ def test_folder_that_was_cloned_without_lfs_is_refused_with_the_remedy(copied, f
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_seq_length": 9},
-        {"tokenizer_args": {"model_max_length": 9}},
+        {"max_seq_length": 9.0, "config_args": {"trust_remote_code": True}},
+        {"tokenizer_args": {"model_max_length": 9}, "processor_kwargs": {"model_max_length": 5}},
         {"processor_kwargs": {"model_max_length": 9}},
     ],
 )

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
 from entrance import Stub
@@ -74,6 +76,24 @@ def test_request_whose_results_were_kept_has_no_batch(tracing, exporter):
     assert names == ["queue", "tokenize", "answer", "POST /embed"]
 
 
+def test_tokens_of_the_client_wait_until_their_batch_and_the_answer_follows_the_last_texts(tracing, exporter):
+    of_tokens = replace(TIMING, tokenized_at=0.0, batch_at=10.03, computed_at=10.05)
+    tracing.record([ANSWERED._replace(timings=[of_tokens, TIMING])])
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans].count("tokenize") == 1
+    seconds = [(span.name, *seconds_of(span, spans[-1].start_time)) for span in spans]
+    assert seconds[0] == ("queue", 0.01, 0.03)
+    assert seconds[-2] == ("answer", 0.2, 0.25)
+
+
+def test_closing_does_not_wait_for_a_collector_that_does_not_answer(tracing, monkeypatch):
+    monkeypatch.setattr("service.observability.tracing._MAX_CLOSING_SECONDS", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(tracing._provider, "shutdown", answers.wait)
+    tracing.close()
+    answers.set()
+
+
 def test_span_belongs_to_the_trace_of_the_client(tracing, exporter):
     tracing.record([ANSWERED._replace(trace={"traceparent": TRACEPARENT})])
     (span,) = exporter.get_finished_spans()
@@ -83,12 +103,13 @@ def test_span_belongs_to_the_trace_of_the_client(tracing, exporter):
 
 def test_failed_request_is_an_error_and_probes_are_not_traced(tracing, exporter):
     probe = ANSWERED._replace(route="/health")
-    tracing.record([ANSWERED._replace(route="other", status=503), probe, ANSWERED._replace(status=404)])
+    tracing.record([ANSWERED._replace(route="other", status=500), probe, ANSWERED._replace(status=404)])
     failed, refused = exporter.get_finished_spans()
     assert (failed.name, failed.status.status_code.name) == ("POST", "ERROR")
-    assert failed.attributes["error.type"] == "503"
+    assert failed.attributes["error.type"] == "500"
     assert "http.route" not in failed.attributes
     assert refused.status.status_code.name == "UNSET"
+    assert "error.type" not in refused.attributes
 
 
 @pytest.mark.parametrize(
@@ -96,7 +117,7 @@ def test_failed_request_is_an_error_and_probes_are_not_traced(tracing, exporter)
     [
         {},
         {"OTEL_SERVICE_NAME": "search"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "True"},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )

@@ -452,6 +452,26 @@ class SlowlyVerifyingEngine(FakeEngine):
         return result
 
 
+@pytest.mark.parametrize(
+    "act", [Verifier.retire, Verifier.exchange, lambda verifier: verifier.follow([1, 0, 0])]
+)
+def test_findings_change_while_no_hits_are_verified(act):
+    engine = SlowlyVerifyingEngine()
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["text"])
+    verifying = threading.Thread(target=verifier.verify_some)
+    verifying.start()
+    engine.verifies.acquire()
+    acting = threading.Thread(target=act, args=(verifier,))
+    acting.start()
+    acting.join(0.05)
+    waits = acting.is_alive()
+    engine.may_verify.set()
+    verifying.join()
+    acting.join()
+    assert waits
+
+
 async def test_request_during_verification_waits_for_one_small_batch_only():
     engine = SlowlyVerifyingEngine()
     async with verifying(engine) as (batcher, metrics):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.checkpoints.template import Template
+from attncache_core.checkpoints.template import Template, characters_of
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InputTooLong, InvalidInput
 from attncache_core.text.tokenizer import TextTokenizer
@@ -47,9 +47,11 @@ def test_template_of_pairs_is_the_text_around_query_and_document():
     assert template.is_for_pairs
     assert template.around(("who", "me {}")) == "Find answers.\nQ: who\nD: me {}\nA:"
     assert template.parts(("who", "me")) == ("Find answers.\nQ: who\nD: ", "me", "\nA:")
+    assert template.characters == len(template.around(("", "")))
+    assert characters_of(("who", "me")) == 5
     assert Template.parse(str(template)) == template
-    other = template.instructed("friends")
-    assert other.around(("who", "me")) == "Find friends.\nQ: who\nD: me\nA:"
+    other = template.instructed("a friend")
+    assert other.around(("who", "me")) == "Find a friend.\nQ: who\nD: me\nA:"
     assert other.instructed("answers") == template
     with pytest.raises(InvalidInput, match="only by a template that holds") as refused:
         Template.parse("{query} {document}").instructed("friends")
@@ -65,7 +67,10 @@ ONCE = r"must hold \{\}, .*, exactly once"
     [
         *(
             (written, ONCE)
-            for written in ("", "no place", "{ }", "{text}", "{} or {}", "{} {query}", "{document} {}")
+            for written in (
+                *("", "no place", "{ }", "{text}", "{} or {}"),
+                *("{} {query}", "{document} {}", "{} {query} {document}"),
+            )
         ),
         ("{document} {query}", "in front of"),
         ("{query}", "exactly once"),
