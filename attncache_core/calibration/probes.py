@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Probes:
     # Outputs of the full model, float32 [d], by probe: each is computed once for all masks and kinds.
     full: dict[int, np.ndarray] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """The number of tokens of each probe, int64 [probes]."""
         return np.array([len(sequence) for sequence in self.sequences], dtype=np.int64)
