@@ -18,7 +18,7 @@ from attncache_core.reuse.maps.database import verify_generations
 from attncache_core.reuse.maps.generations import CURRENT, require_database, structural_faults
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
-from service.loading.summary import why_exact
+from service.loading.summary import has_given_threshold, why_exact
 
 
 @click.command("inspect")
@@ -85,7 +85,7 @@ def show_database(database: AttentionDatabase) -> None:
     policy = served.policy
     for reason in served.reuse_off:
         console.print(f"reuse off    {reason}")
-    console.print(f"budget       {_budget(policy.budget, is_given=_has_given_threshold(manifest))}")
+    console.print(f"budget       {_budget(policy.budget, is_given=has_given_threshold(manifest))}")
     for name, group in zip(policy.names(), policy.groups, strict=True):
         thresholds = ", ".join(
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
@@ -134,11 +134,6 @@ def overlap(
         )
 
 
-def _has_given_threshold(manifest: Manifest) -> bool:
-    """Return whether the operator gave θ: in the build, and no calibration has set a budget since."""
-    return manifest.build.get("threshold") is not None and not manifest.policy.budget.binds
-
-
 def _budget(budget: Budget, *, is_given: bool) -> str:
     if is_given:
         return "none: θ was given, so texts may hit outside any budget"
@@ -147,7 +142,7 @@ def _budget(budget: Budget, *, is_given: bool) -> str:
 
 
 def _quality(manifest: Manifest) -> str:
-    quality, is_given = manifest.quality, _has_given_threshold(manifest)
+    quality, is_given = manifest.quality, has_given_threshold(manifest)
     if not quality["measured"]:
         hits = "only recorded texts hit unless θ is lowered"
         if is_given:

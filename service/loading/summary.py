@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from attncache_core import PrefillEngine
 from attncache_core.calibration.policy_selection import could_prove
+from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from service.settings import Settings
 
 
@@ -55,7 +57,7 @@ def expected_savings(engine: PrefillEngine) -> str:
     if reuse.gain is None:
         if reuse.approximates:
             return f"reusing attention maps whether it saves time here or not ({kept})"
-        return f"serving exactly: {why_exact(manifest)}"
+        return f"serving exactly: {_why_nothing_approximates(reuse)}"
     gain = reuse.gain.together
     makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
     # The bound of full batches decides whether anything is reused, and that of single texts where.
@@ -70,9 +72,23 @@ def expected_savings(engine: PrefillEngine) -> str:
     return f"reusing attention maps{where}: it makes {makes} here ({proven}; {required}; {kept})"
 
 
+def _why_nothing_approximates(reuse: MapReuse) -> str:
+    """Return the reason why at most recorded texts hit with the policy that holds at present."""
+    manifest, opened = reuse.database.manifest, reuse.database.search.policy
+    if opened != manifest.policy:
+        return "with the given threshold, only recorded texts hit"
+    if reuse.policy.steps != opened.steps:
+        return "verified hits failed the budget, so at most recorded texts hit until the next calibration"
+    return why_exact(manifest)
+
+
 def why_exact(manifest: Manifest) -> str:
-    """Return the reason why only recorded texts hit."""
+    """Return the reason why no held-out text hits with the policy of the manifest."""
+    if has_given_threshold(manifest):
+        return "no held-out text hits with the given threshold"
     budget, probes = manifest.policy.budget, manifest.quality.get("may_hit", manifest.quality["measured"])
+    if probes < MIN_PROBES:
+        return f"only recorded texts hit: {probes} held-out texts are too few to measure; give more texts"
     if not could_prove(budget, probes):
         kept, otherwise = (
             (f"99 of 100 hits keep cosine {budget.floor}", "--min-text-cosine 0")
@@ -84,6 +100,11 @@ def why_exact(manifest: Manifest) -> str:
             f"which a tenth is held out, or use {otherwise}"
         )
     return "no mask fits the budget, so only recorded texts hit"
+
+
+def has_given_threshold(manifest: Manifest) -> bool:
+    """Return whether the operator gave θ: in the build, and no calibration has set a budget since."""
+    return manifest.build.get("threshold") is not None and not manifest.policy.budget.binds
 
 
 def _faster(gain: float, what: str) -> str:

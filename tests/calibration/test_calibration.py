@@ -30,7 +30,7 @@ from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import nearest_label
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.policy import Budget
+from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.mask import head_order, mildest_mask, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.runtime.files import left_unfinished
@@ -137,6 +137,8 @@ def test_texts_that_are_too_few_of_their_length_prove_no_floor(tiny_engine, fold
     deciding = replace(chosen.policy, budget=Budget(Measure.AGREEMENT, 0.995))
     said = why_exact(replace(built, policy=deciding))
     assert "cannot prove that 0.995 of the hits keep their decision" in said
+    too_few = replace(built, policy=uniform_policy(BUDGET, 1.0), quality={"measured": 0})
+    assert "0 held-out texts are too few to measure" in why_exact(too_few)
 
 
 def test_familiarity_is_fitted_to_texts_that_are_long_enough_to_hit(tiny_engine, built, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import model_arguments, run, succeeded
-from core_models import prefill, write_model
+from core_models import prefill, tighten, write_model
 
 from attncache_core import (
     AttentionDatabase,
@@ -291,6 +291,27 @@ def test_summary_names_the_database_and_what_reuse_does(reusing, tiny_database):
     lines = lines_of(reusing)
     assert lines["database"] == f"{tiny_database} (240 records and 0 prototypes)"
     assert lines["reuse"].startswith("reusing attention maps whether it saves time here or not")
+
+
+@pytest.mark.parametrize(
+    ("of_build", "of_start", "tightened", "reason"),
+    [
+        (None, 1.0, False, "with the given threshold, only recorded texts hit"),
+        (1.0, None, False, "no held-out text hits with the given threshold"),
+        (None, None, True, "verified hits failed the budget, so at most recorded texts hit"),
+    ],
+    ids=["θ of the start", "θ of the build", "tightened"],
+)
+def test_summary_blames_no_mask_where_a_threshold_was_given_or_the_policy_was_tightened(
+    tiny_checkpoint, root, of_build, of_start, tightened, reason
+):
+    manifest = AttentionDatabase.open(root).manifest
+    policy = replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))
+    replace(manifest, policy=policy if of_build is None else policy.with_threshold(of_build)).write(root)
+    if tightened:
+        tighten(root)
+    engine = engine_of(tiny_checkpoint, root, threshold=of_start)
+    assert lines_of(engine)["reuse"].startswith(f"serving exactly: {reason}")
 
 
 FASTER = Gain(one_text=-0.27, one_text_bound=-0.3, full_batch=0.08, full_batch_bound=0.061)
