@@ -424,6 +424,9 @@ def test_stopped_run_says_how_to_continue(
     stop_after(chunk, monkeypatch, error)
     one_line(run(*arguments), *words, code=code)
     assert left_files(tmp_path) == (["out.npy.partial", "out.npy.progress"] if chunk else [])
+    if chunk:
+        with spool.partial(output).open("ab") as torn:
+            torn.write(bytes(99_999))
     if chunk == 2:
         monkeypatch.setattr("service.bulk.rows.CHUNK_CHARACTERS", 40)
     succeeded(run(*arguments))
@@ -609,13 +612,14 @@ def test_other_threads_continue_only_an_output_whose_bits_do_not_depend_on_them(
     assert len(np.load(output)) == 50
 
 
-def test_killed_run_that_saved_no_row_binds_nobody_to_its_options(arguments, output):
+def test_killed_run_that_saved_no_row_binds_nobody_to_its_options(arguments, output, whole):
+    numbers, state = spool.partial(output), spool.progress(output)
     with spool.open_spool(output, 3, {"--later": 1}):
-        files = {path: path.read_bytes() for path in (spool.partial(output), spool.progress(output))}
-    for path, content in files.items():
-        path.write_bytes(content)
+        begun = numbers.read_bytes(), state.read_bytes()
+    numbers.write_bytes(begun[0] + bytes(99_999))  # a torn row
+    state.write_bytes(begun[1])
     succeeded(run(*arguments))
-    assert len(np.load(output)) == 50
+    assert output.read_bytes() == whole
 
 
 def test_damaged_and_foreign_files_are_refused(arguments, output, tmp_path, monkeypatch):
@@ -797,11 +801,12 @@ def test_file_that_grows_while_it_is_read_is_refused(tmp_path):
     source = write_texts(tmp_path / "texts.txt", ["my card is lost"] * 3)
     with open_rows(source, "body") as rows:
         texts = iter(rows)
-        next(texts)
+        read = [next(texts)]
         with source.open("a", encoding="utf-8") as written:
             written.write("what is the ra")
         with pytest.raises(InvalidInput, match=r"texts\.txt was changed while it was read"):
-            list(texts)
+            read.extend(texts)
+    assert [text for _, text in read] == ["id,body", *(f"{number},my card is lost" for number in range(3))]
 
 
 def test_parquet_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -814,6 +819,15 @@ def test_parquet_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, mon
         source.write_bytes(other.read_bytes())
         with pytest.raises(InvalidInput, match=r"texts\.parquet was changed while it was read"):
             list(texts)
+
+
+def test_other_rows_of_the_same_characters_are_not_skipped(tmp_path):
+    source = write_texts(tmp_path / "texts.csv", ["a:b", "c"])
+    with open_rows(source, "body") as rows:
+        (chunk,) = ChunkReader(rows).chunks()
+    for texts in (["a:b", "c"], ["a", "b:c"], ["a:", "bc"]):
+        with open_rows(write_texts(source, texts), "body") as rows:
+            assert ChunkReader(rows).skip(chunk.done) == (texts == chunk.texts)
 
 
 @pytest.fixture
@@ -858,6 +872,15 @@ def test_text_that_was_not_read_lately_is_computed_again(
     succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
     assert [len(batch) for batch in batches] == [1, 1, 1, 1]
     assert (np.load(output) == tiny_engine.embed(several)).all()
+
+
+def test_numbers_are_on_the_disk_before_their_rows_count_as_done(tmp_path, monkeypatch):
+    steps = []
+    with spool.open_spool(tmp_path / "out.npy", 1, {}) as opened:
+        monkeypatch.setattr(os, "fsync", lambda _: steps.append("numbers"))
+        monkeypatch.setattr(spool, "write_whole", lambda *_: steps.append("state"))
+        opened.append(np.ones((3, 1)), rows.Done(3, ""))
+    assert steps == ["numbers", "state"]
 
 
 def test_output_that_was_cut_by_others_is_read_no_further(tmp_path):

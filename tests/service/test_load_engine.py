@@ -340,6 +340,8 @@ def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_l
     assert "full batches 8% faster and single texts 27% slower here" in line
     assert "full batches at least +6.1% with 95 % confidence; needed is +5.0%, by --min-gain 0.05" in line
     assert ("no length group reaches --min-gain alone" in line) == (not paying)
+    reusing.map_reuse.reuse_in((), replace(gain, required=0.07))
+    assert "no length group" not in lines_of(reusing)["reuse"]
 
 
 def test_summary_says_that_no_gain_is_known_yet(reusing):

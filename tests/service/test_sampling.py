@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,10 +121,12 @@ async def test_api_keys_are_told_apart_and_not_named(tiny_checkpoint, root, tmp_
 
 
 async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, root, monkeypatch, caplog):
-    fails = True
+    fails, failures = True, 0
 
     def sync(self, real=TextSampler.sync):
+        nonlocal failures
         if fails:
+            failures += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(self)
 
@@ -135,7 +138,7 @@ async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, 
             return (await client.get("/info")).json()["sample"]
 
         async with asyncio.timeout(240):
-            while (await state())["problem"] is None or (await state())["dropped"] < 3:
+            while (await state())["problem"] is None or (await state())["dropped"] < 3 or failures < 3:
                 assert (await client.post("/embed", json={"inputs": ["stolen card"]})).status_code == 200
         assert (await state())["problem"] == "texts cannot be sampled: No space left on device"
         fails = False
@@ -200,6 +203,21 @@ def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
     # What the thread has taken waits no longer.
     kept.offer(None, [PrefillPart.of([[1, 2]])])
     assert kept.state.dropped == 4
+
+
+def test_torn_log_and_texts_of_the_future_are_logged(tmp_path, caplog):
+    with closing(TextSampler.open(tmp_path, max_texts=100, half_life_hours=1)) as sampler:
+        for number in (5, 6):
+            sampler.offer([number, number], None, time.time() + 24 * 3600)
+        sampler.sync()
+    with (sample_folder(tmp_path) / "0.log").open("ab") as log:
+        log.write(b"torn")
+    kept = Sampling(100, 168.0, Metrics())
+    kept.begin(tmp_path)
+    kept.close()
+    torn, later = [record.getMessage() for record in caplog.records]
+    assert torn.startswith("4 bytes at the end of a log")
+    assert later.startswith("2 sampled texts were asked later than now")
 
 
 def test_pairs_are_not_sampled(tmp_path):

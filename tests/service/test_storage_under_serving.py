@@ -4,14 +4,18 @@ import logging
 import mmap
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, serving
-from running import metrics_of, until_metric
+from running import metrics_of, samples, until, until_metric
 
 from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.native.guard import guard
+from attncache_core.reuse.storage.segment import Scrubbed
+from service.observability.metrics import Metrics
+from service.upkeep import scrubber
 
 pytestmark = pytest.mark.skipif(guard() is None, reason="records were read and not mapped")
 
@@ -87,3 +91,22 @@ async def test_scrubber_starts_and_ends_with_the_server_of_a_database(engine):
     without_database.map_reuse = None
     async with serving(without_database):
         assert scrubbing() == []
+
+
+async def test_scrubber_counts_each_changed_record_and_waits_after_many_bytes(monkeypatch):
+    monkeypatch.setattr(scrubber, "_SECONDS_BETWEEN_ROUNDS", 0.0)
+    went_on, metrics = threading.Event(), Metrics()
+
+    def scrub(_step_bytes):
+        yield Scrubbed(bytes=0, changed=2)
+        yield Scrubbed(bytes=2**50, changed=1)
+        went_on.set()
+
+    def changed():
+        return samples(metrics.render().decode())[("attncache_database_corrupt_records_total",)]
+
+    of_store = scrubber.Scrubber(SimpleNamespace(scrub=scrub), metrics)
+    await until(lambda: changed() >= 3)
+    assert not went_on.is_set()
+    of_store.stop()
+    assert changed() == 3
