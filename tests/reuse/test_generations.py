@@ -34,7 +34,13 @@ from attncache_core.reuse.maps.generations import (
 )
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
-from attncache_core.reuse.maps.publishing import building_folder, clear_workspace, renewing, roll_back
+from attncache_core.reuse.maps.publishing import (
+    begin_building,
+    building_folder,
+    clear_workspace,
+    renewing,
+    roll_back,
+)
 from attncache_core.runtime import files
 from attncache_core.runtime.files import left_unfinished
 
@@ -295,6 +301,12 @@ def test_database_opens_although_a_calibration_ends_meanwhile(root, monkeypatch)
         AttentionDatabase.open(root)
 
 
+def test_folder_without_a_database_is_refused_and_gets_no_lock(tmp_path):
+    with pytest.raises(DatabaseRefused, match=r"no manifest\.json"), renewing(tmp_path):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_second_renewal_says_which_process_renews(root):
     with renewing(root), pytest.raises(BuildFailed, match=f"process {os.getpid()} renews"), renewing(root):
         pass
@@ -320,7 +332,8 @@ def test_verify_names_what_no_renewal_leaves(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     generations = root / "generations"
     shutil.copytree(generations / "000001", generations / "000005")
-    (generations / "notes").touch()
+    for name in ("notes", ".000001.lock"):
+        (generations / name).touch()
     assert AttentionDatabase.open(root).verify() == [
         f"{root} has more than 2 generations: 0, 1, 5",
         f"{generations / 'notes'} is no generation",
@@ -473,3 +486,12 @@ def test_process_that_is_killed_while_it_clears_up_leaves_no_half_build_to_go_on
     assert names(workspace) == ["000001", "decision.json"]
     clear_workspace(root)
     assert not workspace.exists()
+
+
+def test_workspace_is_prepared_again_if_that_was_stopped(root):
+    with pytest.raises(ZeroDivisionError):
+        begin_building(root, b"texts", lambda: 1 / 0)
+    prepared = []
+    for _ in range(2):
+        begin_building(root, b"texts", lambda: prepared.append(True))
+    assert prepared == [True]
