@@ -308,8 +308,15 @@ def test_folder_without_a_database_is_refused_and_gets_no_lock(tmp_path):
 
 
 def test_second_renewal_says_which_process_renews(root):
-    with renewing(root), pytest.raises(BuildFailed, match=f"process {os.getpid()} renews"), renewing(root):
-        pass
+    lock = root / ".renewal.lock"
+    for left in ("", f"{2**31}"):  # by a process that has ended
+        lock.write_text(left)
+        with renewing(root):
+            with pytest.raises(BuildFailed, match=f"process {os.getpid()} renews"), renewing(root):
+                pass
+            lock.write_text("")  # as before the holder has written its id
+            with pytest.raises(BuildFailed, match="another process renews"), renewing(root):
+                pass
 
 
 def test_lines_that_are_damaged_are_reported_and_kept(root, tiny_prototypes_database):
