@@ -143,6 +143,16 @@ def test_recorded_sequence_is_served_by_its_own_record(engines, tiny_reference, 
         np.testing.assert_allclose(result.outputs[:3], full[:3], atol=FLOAT32)
 
 
+def test_record_that_is_left_out_serves_no_sequence_of_a_length_without_a_search(
+    tiny_checkpoint, engines, known
+):
+    database, left_out = engines["unsearched"].map_reuse.database.without(known[:1])
+    assert left_out == 1
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    kinds = plan(engine, known)[1].tolist()
+    assert (kinds[0], set(kinds[1:])) == (MEAN, {STORED})
+
+
 @settings(max_examples=15)
 @given(
     st.sampled_from(sorted(POLICIES)), st.lists(st.integers(4, 11), min_size=1, max_size=8), st.integers(0, 9)
