@@ -52,9 +52,7 @@ def read_warm_file(path: Path) -> list[tuple[int, WarmLine]]:
         raise _refused(f"{path} is not UTF-8 (at byte {error.start})") from error
     read = _json_line if path.suffix == ".jsonl" else _text_line
     return [
-        (number, read(line.removesuffix("\r"), f"{path}, line {number}"))
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        (number, read(line, f"{path}, line {number}")) for number, line in enumerate(lines, 1) if line.strip()
     ]
 
 

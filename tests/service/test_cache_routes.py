@@ -398,6 +398,7 @@ def warmed(folder, file, **more):
 async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(folder, tmp_path, caplog):
     other = "my\u2028card"  # one line
     (tmp_path / "texts.txt").write_text(f"{TEXT}\r\n\n{other}\n", encoding="utf-8")
+    assert [line.text for _, line in read_warm_file(tmp_path / "texts.txt")] == [TEXT, other]
     with caplog.at_level(logging.INFO):
         engine = warmed(folder, tmp_path / "texts.txt")
     tokens = tokens_of(engine, TEXT) + tokens_of(engine, other)

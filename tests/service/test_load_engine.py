@@ -125,8 +125,8 @@ def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(tiny_
 
 def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path / "reranker", ["relevance"]))
-    engine = engine_of(checkpoint, None, cache_dir=str(tmp_path / "cache"))
-    assert engine.map_reuse is None
+    (engine,) = first_start(checkpoint, tmp_path / "cache")
+    assert (engine.map_reuse, engine.reuse_off) == (None, [])
     assert engine.decisions.scores_pairs
     assert not (tmp_path / "cache").exists()
 

@@ -69,11 +69,15 @@ def followed(url, tmp_path, checkpoint):
     return remote
 
 
+# Of the machine, or of all generations.
+NOT_SENT = ("gain.json", "current", "renewals.jsonl")
+
+
 def files_of(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".") and path.name != "gain.json"
+        if path.is_file() and not path.name.startswith(".") and path.name not in NOT_SENT
     }
 
 
@@ -92,7 +96,8 @@ def test_pushed_database_is_downloaded_with_every_byte_and_only_changes_are_sent
 ):
     url = store.s3 % "a" if scheme == "s3" else (tmp_path / "store").as_uri()
     (root / "tightened.json").write_bytes(b'{"format_version": 1, "policies": {}}')
-    (root / "gain.json").write_bytes(b"[]")  # of this machine alone
+    for name, content in zip(NOT_SENT, (b"[]", b"0\n", b""), strict=True):
+        (root / name).write_bytes(content)
     shown = succeeded(run("push", root, url))
     count = len(files_of(root))
     assert f"{count} of {count} files sent" in shown
