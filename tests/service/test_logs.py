@@ -15,6 +15,7 @@ from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, text
 from full_disk import largest_file
 from running import ANSWERED, ONE, bearer, keys_file, until
 
+from service.observability import finished as finished_module
 from service.observability.finished import FinishedRequests
 from service.observability.logs import REQUEST_ID, JsonFormatter, TextFormatter, configure_logging, log_access
 
@@ -243,6 +244,19 @@ def test_consumer_that_fails_is_logged_and_the_others_are_told(caplog):
     assert told == [ANSWERED]
     assert "builtins.OSError" in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_requests_beyond_the_bound_are_dropped_and_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(finished_module, "_MAX_WAITING", 2)
+    told = []
+    finished = FinishedRequests([told.extend])
+    for _ in range(2):
+        for _ in range(3):
+            finished.add(ANSWERED)
+        finished._hand_over()
+    finished._hand_over()
+    assert told == [ANSWERED] * 4
+    assert caplog.text.count("1 requests are missing in the access log and the traces") == 2
 
 
 # No text of a user reaches a log line or a metric, even when the text causes a failure.

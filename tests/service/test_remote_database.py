@@ -433,4 +433,8 @@ def test_server_follows_the_pointer_serves_on_after_failures_and_logs_each_once(
     assert engine.map_reuse.database.generation.number == 2
     assert engine.map_reuse.database.manifest.id == AttentionDatabase.open(other).manifest.id
     assert isinstance(until(loading, Pause), Pause)
+    caplog.clear()
+    store.fail = lambda _method, path: 404 if path.endswith(POINTER) else None
+    until(loading, FetchFailed)  # the same failure, behind a success
+    assert caplog.text.count("not there") == 1
     assert SECRET not in caplog.text
